@@ -1,0 +1,52 @@
+"""Exceptions of the package: who is at fault, and what happens next.
+
+`ConfigError` stops a start, `RequestError` becomes one row's error, `RankError` costs a group restart,
+`ClusterError` ends the engine. Nothing else of ours is raised on purpose across a module border.
+"""
+
+from __future__ import annotations
+
+
+class DeepInferError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class ConfigError(DeepInferError):
+    """A user's setting is wrong; nothing was started.
+
+    `path` is the dotted place in the configuration (`decode.ranks`), an environment variable or an option.
+    """
+
+    def __init__(self, message: str, *, path: str | None = None) -> None:
+        super().__init__(f"{path}: {message}" if path else message)
+        self.path = path
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint is incomplete or differs from the model's tensor table; the message names the tensor."""
+
+
+class RequestError(DeepInferError):
+    """One request is wrong or failed; it becomes that row's error and never touches another row.
+
+    `code` is a short machine-readable word (`invalid_value`, `context_length_exceeded`, ...), `param` names the
+    field in the request body, if one is at fault.
+    """
+
+    def __init__(self, message: str, *, code: str = "invalid_request", param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+class RankError(DeepInferError):
+    """A rank failed or stopped answering; its group has to be restarted."""
+
+    def __init__(self, message: str, *, role: str, rank: int) -> None:
+        super().__init__(f"{role} rank {rank}: {message}")
+        self.role = role
+        self.rank = rank
+
+
+class ClusterError(DeepInferError):
+    """The engine can't go on; the message says why and what the user can do."""

@@ -1,0 +1,269 @@
+"""Every message that crosses a process, and the request structs inside them.
+
+Structs that occur once per request carry named fields; what occurs every step travels as packed columns: little-endian
+`int32`, `float32` or `uint8` bytes, written and read by `codec.pack` and `codec.unpack`. Tensors never stand inside a
+message. Schema rules: a new field has a default, a field never changes its meaning, all processes run one version.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Literal
+
+import msgspec
+
+
+class FinishCode(enum.IntEnum):
+    """Why a sequence ended, as one byte in packed columns. `NONE` means that it goes on."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    GRAMMAR_END = 3
+    ABORT = 4
+    ERROR = 5
+    PREEMPTED = 6
+
+
+class _Struct(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Common options of every wire type."""
+
+
+class SamplingParams(_Struct, kw_only=True):
+    """How one request's tokens are chosen and when it ends. Ranges and meanings: `sampling/params.py` checks them.
+
+    `logprobs`/`prompt_logprobs`: number of alternatives beside the chosen token, -1 for the whole vocabulary.
+    `seq_seed`: 0 <= seed < 2**63; None draws one at admission and reports it. `top_k`: 0 or -1 is off.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    seq_seed: int | None = None
+    so_args: dict[str, Any] | None = None
+
+
+class OutputFormat(_Struct, kw_only=True):
+    """How a rank and a client read the generated text (prompting.md 4.1).
+
+    `kind` "text": everything is content. "chat": the state machine of the chat format, starting inside the
+    reasoning when `in_reasoning`; `parse_tools` when tools were declared.
+    """
+
+    kind: Literal["text", "chat"] = "text"
+    in_reasoning: bool = False
+    parse_tools: bool = False
+
+
+class Request(_Struct, kw_only=True):
+    """One prompt to be answered by `num_samples` sequences.
+
+    `index` is the driver's number of the first sequence; sample i of the request is sequence `index + i`.
+    `first_sample` is the sample number of that first sequence: not 0 only when one sequence of several is replayed.
+    `num_prompt_tokens` is fixed at first admission; a replay carries `output_token_ids` behind the prompt.
+    `sampling.seq_seed` is never None once the driver has admitted the request.
+    """
+
+    request_id: str
+    prompt_token_ids: bytes  # int32 column
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    index: int = -1
+    first_sample: int = 0
+    num_samples: int = 1
+    output_token_ids: bytes = b""  # int32 column
+    output_format: OutputFormat = OutputFormat()
+    priority: int = 0
+    cache_salt: str = ""
+    stream: bool = False
+
+
+class LogprobColumns(_Struct, kw_only=True):
+    """Log-probabilities of a run of tokens: token t owns `counts[t]` (int32) entries, its own token first.
+
+    The other entries are the most likely tokens, by descending value, ties by ascending id; the token's own entry is
+    repeated among them when it is one of them. A prompt's token 0 has count 0.
+    """
+
+    counts: bytes = b""
+    token_ids: bytes = b""  # int32
+    values: bytes = b""  # float32
+
+
+class KVGroupExtent(_Struct, kw_only=True):
+    """One KV group inside a hand-over buffer: `num_records` records from position `first_position`, `nbytes` long."""
+
+    group: str
+    first_position: int
+    num_records: int
+    nbytes: int
+
+
+class KVHandle(_Struct, kw_only=True):
+    """What a hand-over buffer holds; the buffer itself travels beside the message as an object reference.
+
+    `num_tokens` tokens have their KV in the buffer. `checksum` is the CRC-32 of the whole buffer.
+    """
+
+    request_id: str
+    source_rank: int
+    num_tokens: int
+    layout_digest: str
+    groups: tuple[KVGroupExtent, ...]
+    nbytes: int
+    checksum: int
+
+
+class RequestFailure(_Struct, kw_only=True):
+    """One request failed alone. `kind` is a `RequestError.code`; a retryable one may be sent again unchanged."""
+
+    request_id: str
+    index: int
+    kind: str
+    text: str
+    retryable: bool = False
+
+
+class RankLoad(_Struct, kw_only=True):
+    """A rank's own numbers at `step_id`; they correct the driver's estimates."""
+
+    rank: int
+    step_id: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    num_free_blocks: dict[str, int] = {}
+    step_seconds: float = 0.0
+    device_idle_share: float = 0.0
+
+
+class PrefillBatch(_Struct, kw_only=True, tag="prefill_batch"):
+    """Driver to a prefill rank. Without requests it only wakes the rank (`wake_id`, see `distributed/step_sync`)."""
+
+    batch_id: int
+    wake_id: int
+    requests: tuple[Request, ...] = ()
+    aborted_indexes: bytes = b""  # int32
+
+
+class PrefilledRequest(_Struct, kw_only=True):
+    """A finished prefill. `first_token_ids` has `num_samples` entries, `finish_codes` one byte for each of them.
+
+    `kv` is None exactly when every sample is already finished: then nothing is handed over.
+    """
+
+    request_id: str
+    index: int
+    first_token_ids: bytes  # int32
+    finish_codes: bytes  # uint8
+    first_logprobs: LogprobColumns | None = None
+    prompt_logprobs: LogprobColumns | None = None
+    num_cached_tokens: int = 0
+    kv: KVHandle | None = None
+
+
+class PrefillResult(_Struct, kw_only=True, tag="prefill_result"):
+    """Prefill rank to driver. Object references of the KV buffers stand beside it, in the order of `items` with kv."""
+
+    rank: int
+    items: tuple[PrefilledRequest, ...] = ()
+    failures: tuple[RequestFailure, ...] = ()
+    load: RankLoad
+
+
+class AdmittedRequest(_Struct, kw_only=True):
+    """A prefilled request for a decode rank: the sequences of `request` whose first token did not finish them.
+
+    `sample_offsets` (int32) are their places among the request's samples, `first_token_ids` (int32) their tokens.
+    """
+
+    request: Request
+    sample_offsets: bytes
+    first_token_ids: bytes
+    kv: KVHandle
+
+
+class DecodeBatch(_Struct, kw_only=True, tag="decode_batch"):
+    """Driver to a decode rank. KV buffers travel beside it in the order of `admitted`. Empty: only a wake."""
+
+    batch_id: int
+    wake_id: int
+    admitted: tuple[AdmittedRequest, ...] = ()
+    aborted_indexes: bytes = b""  # int32
+
+
+class DecodeResult(_Struct, kw_only=True, tag="decode_result"):
+    """Tokens of a decode rank since its last result, packed: sequence s owns `num_tokens[s]` entries of `token_ids`.
+
+    A sequence with finish code `PREEMPTED` hands itself back for a replay; all its tokens so far have been sent.
+    """
+
+    rank: int
+    step_id: int
+    sequence_indexes: bytes = b""  # int32
+    num_tokens: bytes = b""  # int32
+    token_ids: bytes = b""  # int32
+    finish_codes: bytes = b""  # uint8
+    num_drafted: bytes = b""  # int32
+    num_accepted: bytes = b""  # int32
+    logprob_sequences: bytes = b""  # int32: places in `sequence_indexes` that carry log-probabilities
+    logprobs: tuple[LogprobColumns, ...] = ()
+    failures: tuple[RequestFailure, ...] = ()
+    load: RankLoad
+
+
+class RequestOutput(_Struct, kw_only=True, tag="request_output"):
+    """Driver to client: the tokens of one sequence since the last such message (all of them unless `stream`).
+
+    `finish` is `NONE` for a partial output. `error` is set when the request failed; it then has no other result.
+    """
+
+    request_id: str
+    sample: int = 0
+    first_position: int = 0  # how many output tokens were sent before these
+    token_ids: bytes = b""  # int32
+    finish: FinishCode = FinishCode.NONE
+    logprobs: tuple[LogprobColumns, ...] = ()
+    prompt_logprobs: LogprobColumns | None = None
+    num_cached_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    prefill_rank: int = -1
+    decode_rank: int = -1
+    seed: int = 0
+    error: RequestFailure | None = None
+
+
+class RankReady(_Struct, kw_only=True, tag="rank_ready"):
+    """A rank has loaded its weights and can take work. Digests must be equal over the ranks that exchange KV."""
+
+    rank: int
+    role: Literal["prefill", "decode"]
+    node: str
+    device: str
+    pid: int
+    num_blocks: dict[str, int]
+    num_slots: int
+    kernel_set: dict[str, str]
+    model_digest: str
+    layout_digest: str
+    version: str
+
+
+Message = PrefillBatch | PrefillResult | DecodeBatch | DecodeResult | RequestOutput | RankReady
