@@ -1,0 +1,1 @@
+"""Ray actors: thin shells around ranks, the driver, placement and supervision."""

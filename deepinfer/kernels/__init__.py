@@ -1,0 +1,1 @@
+"""Operations of the model: signatures, the torch reference that is every oracle, and accelerator kernels."""

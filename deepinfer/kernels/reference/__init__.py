@@ -1,0 +1,1 @@
+"""Plain torch: the CPU backend, and the oracle of every other kernel."""

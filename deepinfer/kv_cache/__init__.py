@@ -1,0 +1,1 @@
+"""Bookkeeping of cache blocks in pure Python: groups, pools, and the manager that scheduling talks to."""

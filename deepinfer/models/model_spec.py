@@ -1,0 +1,109 @@
+"""The contract of a model: what shared code knows about it, and what one forward pass is given.
+
+A step is ragged: rows of many sequences lie flat, one row per (sequence, position), the rows of a sequence together
+and ascending. Prefill chunks, decode rows and verification rows are the same thing here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from deepinfer.distributed.token_dispatcher import TokenDispatcher
+from deepinfer.kernels.registry import KernelSet
+from deepinfer.kv_cache.kv_groups import KVGroup
+
+
+@dataclass(slots=True, frozen=True)
+class ForwardInputs:
+    """Everything a forward pass reads, besides weights. T rows, B sequences, S slots (slot 0 is for padding rows).
+
+    `token_ids`, `positions` [T] int64; `row_sequence` [T] int64, non-decreasing, into the B sequences;
+    `sequence_slots` [B] int64; `sequence_starts` [B + 1] int64, first row of each sequence, then T;
+    `block_tables`: per paged group [B, max_blocks] int64, unused entries 0 (the padding block);
+    `token_table` [S, max_model_len] int32: all tokens of a slot by position, this step's input rows included
+    (look-back of n-gram models); `logit_rows` [L] int64: the rows whose logits are wanted;
+    `is_padding` [T] bool: inert rows; they are written to slot 0 / block 0 and sent to no expert.
+    `caches` is the model's own object, from `Model.allocate_caches`.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    row_sequence: torch.Tensor
+    sequence_slots: torch.Tensor
+    sequence_starts: torch.Tensor
+    block_tables: dict[str, torch.Tensor]
+    token_table: torch.Tensor
+    logit_rows: torch.Tensor
+    is_padding: torch.Tensor
+    caches: Any
+    kernels: KernelSet
+    dispatcher: TokenDispatcher
+
+
+@dataclass(slots=True, frozen=True)
+class ForwardOutput:
+    """`logits` [L, vocab_size] float32, one row per entry of `logit_rows`."""
+
+    logits: torch.Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class KVPart:
+    """Records of one group in the wire format: `data` uint8 [nbytes], contiguous, on the CPU."""
+
+    group: str
+    first_position: int
+    num_records: int
+    data: torch.Tensor
+
+
+class Model(Protocol):
+    """A loaded model on one rank's device."""
+
+    def allocate_caches(self, *, num_blocks: dict[str, int], num_slots: int) -> Any:
+        """Allocate zeroed cache tensors; both counts include the padding block 0 and the padding slot 0."""
+        ...
+
+    def forward(self, inputs: ForwardInputs) -> ForwardOutput:
+        """Run all layers over the rows, writing their KV; a collective when the experts are spread over ranks."""
+        ...
+
+    def export_kv(
+        self, caches: Any, *, slot: int, block_ids: dict[str, torch.Tensor], num_tokens: int
+    ) -> tuple[KVPart, ...]:
+        """Return a copy of all that later positions of a sequence of `num_tokens` tokens will read."""
+        ...
+
+    def import_kv(
+        self,
+        caches: Any,
+        *,
+        slot: int,
+        block_ids: dict[str, torch.Tensor],
+        num_tokens: int,
+        parts: tuple[KVPart, ...],
+    ) -> None:
+        """Write parts from `export_kv` of a rank with the same layout digest; bits survive the round trip."""
+        ...
+
+
+class ModelSpec(Protocol):
+    """A model before its weights are loaded: sizes, groups, and how to build it for one rank."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_id: int
+    num_experts: int
+
+    def kv_groups(self, kernels: KernelSet, *, tokens_per_block: int) -> tuple[KVGroup, ...]:
+        """The cache groups in this kernel set's record formats."""
+        ...
+
+    def load(self, directory: Path, *, kernels: KernelSet, device: torch.device, rank: int, num_ranks: int) -> Model:
+        """Load what rank `rank` of `num_ranks` expert-parallel ranks needs; raises CheckpointError."""
+        ...

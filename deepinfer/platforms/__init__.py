@@ -1,0 +1,1 @@
+"""Accelerators: device, streams, memory, collective backend; one file each, loaded when selected."""
