@@ -15,7 +15,7 @@ _LAZY = {
     "SamplingParams": "deepinfer.protocol",
 }
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]  # noqa: F822 - served by __getattr__
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:

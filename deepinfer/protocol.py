@@ -29,7 +29,7 @@ class _Struct(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     """Common options of every wire type."""
 
 
-class SamplingParams(_Struct, kw_only=True):
+class SamplingParams(_Struct, frozen=True, kw_only=True):
     """How one request's tokens are chosen and when it ends. Ranges and meanings: `sampling/params.py` checks them.
 
     `logprobs`/`prompt_logprobs`: number of alternatives beside the chosen token, -1 for the whole vocabulary.
@@ -60,7 +60,7 @@ class SamplingParams(_Struct, kw_only=True):
     so_args: dict[str, Any] | None = None
 
 
-class OutputFormat(_Struct, kw_only=True):
+class OutputFormat(_Struct, frozen=True, kw_only=True):
     """How a rank and a client read the generated text (prompting.md 4.1).
 
     `kind` "text": everything is content. "chat": the state machine of the chat format, starting inside the
@@ -72,7 +72,7 @@ class OutputFormat(_Struct, kw_only=True):
     parse_tools: bool = False
 
 
-class Request(_Struct, kw_only=True):
+class Request(_Struct, frozen=True, kw_only=True):
     """One prompt to be answered by `num_samples` sequences.
 
     `index` is the driver's number of the first sequence; sample i of the request is sequence `index + i`.
@@ -95,7 +95,7 @@ class Request(_Struct, kw_only=True):
     stream: bool = False
 
 
-class LogprobColumns(_Struct, kw_only=True):
+class LogprobColumns(_Struct, frozen=True, kw_only=True):
     """Log-probabilities of a run of tokens: token t owns `counts[t]` (int32) entries, its own token first.
 
     The other entries are the most likely tokens, by descending value, ties by ascending id; the token's own entry is
@@ -107,7 +107,7 @@ class LogprobColumns(_Struct, kw_only=True):
     values: bytes = b""  # float32
 
 
-class KVGroupExtent(_Struct, kw_only=True):
+class KVGroupExtent(_Struct, frozen=True, kw_only=True):
     """One KV group inside a hand-over buffer: `num_records` records from position `first_position`, `nbytes` long."""
 
     group: str
@@ -116,7 +116,7 @@ class KVGroupExtent(_Struct, kw_only=True):
     nbytes: int
 
 
-class KVHandle(_Struct, kw_only=True):
+class KVHandle(_Struct, frozen=True, kw_only=True):
     """What a hand-over buffer holds; the buffer itself travels beside the message as an object reference.
 
     `num_tokens` tokens have their KV in the buffer. `checksum` is the CRC-32 of the whole buffer.
@@ -131,7 +131,7 @@ class KVHandle(_Struct, kw_only=True):
     checksum: int
 
 
-class RequestFailure(_Struct, kw_only=True):
+class RequestFailure(_Struct, frozen=True, kw_only=True):
     """One request failed alone. `kind` is a `RequestError.code`; a retryable one may be sent again unchanged."""
 
     request_id: str
@@ -141,7 +141,7 @@ class RequestFailure(_Struct, kw_only=True):
     retryable: bool = False
 
 
-class RankLoad(_Struct, kw_only=True):
+class RankLoad(_Struct, frozen=True, kw_only=True):
     """A rank's own numbers at `step_id`; they correct the driver's estimates."""
 
     rank: int
@@ -153,7 +153,7 @@ class RankLoad(_Struct, kw_only=True):
     device_idle_share: float = 0.0
 
 
-class PrefillBatch(_Struct, kw_only=True, tag="prefill_batch"):
+class PrefillBatch(_Struct, frozen=True, kw_only=True, tag="prefill_batch"):
     """Driver to a prefill rank. Without requests it only wakes the rank (`wake_id`, see `distributed/step_sync`)."""
 
     batch_id: int
@@ -162,7 +162,7 @@ class PrefillBatch(_Struct, kw_only=True, tag="prefill_batch"):
     aborted_indexes: bytes = b""  # int32
 
 
-class PrefilledRequest(_Struct, kw_only=True):
+class PrefilledRequest(_Struct, frozen=True, kw_only=True):
     """A finished prefill. `first_token_ids` has `num_samples` entries, `finish_codes` one byte for each of them.
 
     `kv` is None exactly when every sample is already finished: then nothing is handed over.
@@ -178,7 +178,7 @@ class PrefilledRequest(_Struct, kw_only=True):
     kv: KVHandle | None = None
 
 
-class PrefillResult(_Struct, kw_only=True, tag="prefill_result"):
+class PrefillResult(_Struct, frozen=True, kw_only=True, tag="prefill_result"):
     """Prefill rank to driver. Object references of the KV buffers stand beside it, in the order of `items` with kv."""
 
     rank: int
@@ -187,7 +187,7 @@ class PrefillResult(_Struct, kw_only=True, tag="prefill_result"):
     load: RankLoad
 
 
-class AdmittedRequest(_Struct, kw_only=True):
+class AdmittedRequest(_Struct, frozen=True, kw_only=True):
     """A prefilled request for a decode rank: the sequences of `request` whose first token did not finish them.
 
     `sample_offsets` (int32) are their places among the request's samples, `first_token_ids` (int32) their tokens.
@@ -199,7 +199,7 @@ class AdmittedRequest(_Struct, kw_only=True):
     kv: KVHandle
 
 
-class DecodeBatch(_Struct, kw_only=True, tag="decode_batch"):
+class DecodeBatch(_Struct, frozen=True, kw_only=True, tag="decode_batch"):
     """Driver to a decode rank. KV buffers travel beside it in the order of `admitted`. Empty: only a wake."""
 
     batch_id: int
@@ -208,7 +208,7 @@ class DecodeBatch(_Struct, kw_only=True, tag="decode_batch"):
     aborted_indexes: bytes = b""  # int32
 
 
-class DecodeResult(_Struct, kw_only=True, tag="decode_result"):
+class DecodeResult(_Struct, frozen=True, kw_only=True, tag="decode_result"):
     """Tokens of a decode rank since its last result, packed: sequence s owns `num_tokens[s]` entries of `token_ids`.
 
     A sequence with finish code `PREEMPTED` hands itself back for a replay; all its tokens so far have been sent.
@@ -228,8 +228,8 @@ class DecodeResult(_Struct, kw_only=True, tag="decode_result"):
     load: RankLoad
 
 
-class RequestOutput(_Struct, kw_only=True, tag="request_output"):
-    """Driver to client: the tokens of one sequence since the last such message (all of them unless `stream`).
+class RequestOutput(_Struct, frozen=True, kw_only=True):
+    """The tokens of one sequence since the last such message (all of them unless `stream`).
 
     `finish` is `NONE` for a partial output. `error` is set when the request failed; it then has no other result.
     """
@@ -250,7 +250,22 @@ class RequestOutput(_Struct, kw_only=True, tag="request_output"):
     error: RequestFailure | None = None
 
 
-class RankReady(_Struct, kw_only=True, tag="rank_ready"):
+class RequestBatch(_Struct, frozen=True, kw_only=True, tag="request_batch"):
+    """Client to driver: new requests of one job (`index` still -1), and ids of requests it gives up."""
+
+    job_id: str
+    requests: tuple[Request, ...] = ()
+    aborted_ids: tuple[str, ...] = ()
+
+
+class OutputBatch(_Struct, frozen=True, kw_only=True, tag="output_batch"):
+    """Driver to client: what happened to a job's requests since the last call. `fatal` set: the engine has failed."""
+
+    outputs: tuple[RequestOutput, ...] = ()
+    fatal: str | None = None
+
+
+class RankReady(_Struct, frozen=True, kw_only=True, tag="rank_ready"):
     """A rank has loaded its weights and can take work. Digests must be equal over the ranks that exchange KV."""
 
     rank: int
@@ -266,4 +281,4 @@ class RankReady(_Struct, kw_only=True, tag="rank_ready"):
     version: str
 
 
-Message = PrefillBatch | PrefillResult | DecodeBatch | DecodeResult | RequestOutput | RankReady
+Message = PrefillBatch | PrefillResult | DecodeBatch | DecodeResult | RequestBatch | OutputBatch | RankReady

@@ -1,0 +1,407 @@
+"""Configuration: frozen structs, read once from YAML, `DEEPINFER_*` variables and `--set`, checked before any work.
+
+Order of strength: `--set`, environment, YAML, default. This is the only module that looks at the environment.
+Unknown keys and variables are refused with the nearest good name; what is not built yet is refused by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+from deepinfer.errors import ConfigError
+
+Accelerator = Literal["auto", "cpu", "nvidia", "ascend"]
+DEFAULT_MODEL = "deepseek-ai/DeepSeek-V4.1-Flash-1017"
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Common options of every config struct."""
+
+
+class ModelSource(_Section, frozen=True, kw_only=True):
+    """Which checkpoint: `tiny`, a directory, or a Hugging Face repository (with `revision`).
+
+    `max_model_len` caps prompt + output tokens of one sequence; None: what the checkpoint allows.
+    """
+
+    path: str = DEFAULT_MODEL
+    revision: str | None = None
+    max_model_len: int | None = None
+    prefill_truncation: Literal["off", "compact"] = "off"
+    prefill_keep_tokens: int | None = None
+
+
+class RayConfig(_Section, frozen=True, kw_only=True):
+    """How to reach or start Ray. `object_store_bytes` None: sized from the hand-overs in flight."""
+
+    provider: Literal["local", "ssh", "kuberay", "existing"] = "local"
+    address: str | None = None
+    namespace: str = "deepinfer"
+    runtime_env: dict[str, Any] = {}
+    object_store_bytes: int | None = None
+    temp_dir: str | None = None
+    dashboard: bool = False
+
+
+class PrefillConfig(_Section, frozen=True, kw_only=True):
+    """The prefill group. `ranks` None: 2 on CPU, 1 on a single GPU. `max_running`: prompts in work on one rank."""
+
+    ranks: int | None = None
+    ranks_per_node: int | None = None
+    attention: Literal["dp", "cp"] = "dp"
+    max_running: int = 16
+    max_tokens_per_step: int = 2048
+
+
+class DecodeConfig(_Section, frozen=True, kw_only=True):
+    """The decode group. `ranks` None: 4 on CPU, 1 on a single GPU. `max_running`: sequences running on one rank."""
+
+    ranks: int | None = None
+    ranks_per_node: int | None = None
+    max_running: int = 64
+    redundant_experts: int = 0
+
+
+class CacheConfig(_Section, frozen=True, kw_only=True):
+    """KV cache of a rank. `memory_bytes` None: `memory_fraction` of what is free (GPU), 256 MiB (CPU)."""
+
+    block_size: int = 64
+    memory_bytes: int | None = None
+    memory_fraction: float = 0.9
+    prefix_caching: bool = False
+    kv_channel: Literal["object_store"] = "object_store"
+
+
+class SchedulerConfig(_Section, frozen=True, kw_only=True):
+    """The driver's and the ranks' scheduling.
+
+    `max_in_flight`: requests that a client may have open at the driver. `publish_seconds`: how long a rank gathers
+    results before it answers. `max_kv_bytes_in_flight` bounds hand-overs between prefill and decode.
+    `step_timeout_seconds`: a rank whose step takes longer counts as hung. `asynchronous` false: plan a step only
+    after the results of the last one (for comparison; answers are the same).
+    """
+
+    max_in_flight: int = 1024
+    publish_seconds: float = 0.2
+    max_kv_bytes_in_flight: int = 512 * 1024 * 1024
+    max_logprob_bytes: int = 256 * 1024 * 1024
+    step_timeout_seconds: float = 120.0
+    start_timeout_seconds: float = 600.0
+    placement_timeout_seconds: float = 60.0
+    asynchronous: bool = True
+
+
+class SpeculativeConfig(_Section, frozen=True, kw_only=True):
+    """DSpark drafts: largest length, and whether verification lengths vary with confidence."""
+
+    max_draft_tokens: int = 0
+    varlen: bool = False
+
+
+class ExpertConfig(_Section, frozen=True, kw_only=True):
+    """Expert balancing."""
+
+    rebalance: bool = False
+
+
+class DeterminismConfig(_Section, frozen=True, kw_only=True):
+    """`batch_invariant`: only kernels whose rows do not depend on the rest of the batch."""
+
+    batch_invariant: bool = False
+
+
+class KernelConfig(_Section, frozen=True, kw_only=True):
+    """`numerics` "fp32" runs the CPU backend without any quantisation (parity tests). `overrides`: op -> backend."""
+
+    numerics: Literal["reference", "fp32"] = "reference"
+    overrides: dict[str, str] = {}
+
+
+class ObservabilityConfig(_Section, frozen=True, kw_only=True):
+    """Logs and metrics."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    metrics_interval_seconds: float = 2.0
+
+
+class ClusterConfig(_Section, frozen=True, kw_only=True):
+    """A whole engine. Built by `load_config`; `resolve` fills what depends on the machine, once."""
+
+    name: str = "deepinfer"
+    accelerator: Accelerator = "auto"
+    model: ModelSource = ModelSource()
+    ray: RayConfig = RayConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
+    experts: ExpertConfig = ExpertConfig()
+    determinism: DeterminismConfig = DeterminismConfig()
+    kernels: KernelConfig = KernelConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
+    cache_dir: str = "~/.cache/deepinfer"
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentVariable:
+    """One `DEEPINFER_*` variable: the config field it sets, its type in words, and its meaning."""
+
+    name: str
+    path: str
+    kind: Literal["text", "integer", "switch"]
+    meaning: str
+
+
+ENVIRONMENT = (
+    EnvironmentVariable("DEEPINFER_ACCELERATOR", "accelerator", "text", "nvidia, ascend or cpu"),
+    EnvironmentVariable("DEEPINFER_HF_MODEL_DIR", "model.path", "text", "local checkpoint instead of the hub cache"),
+    EnvironmentVariable("DEEPINFER_ENABLE_MTP_VARLEN", "speculative.varlen", "switch", "variable-length verification"),
+    EnvironmentVariable("DEEPINFER_USE_NEXTN_DECODE", "speculative.max_draft_tokens", "integer", "draft length, 0 off"),
+    EnvironmentVariable("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "model.prefill_truncation", "text", "off or compact"),
+    EnvironmentVariable("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "model.prefill_keep_tokens", "integer", "kept suffix"),
+    EnvironmentVariable("DEEPINFER_BATCH_INVARIANT", "determinism.batch_invariant", "switch", "batch-invariant mode"),
+    EnvironmentVariable("DEEPINFER_CACHE_DIR", "cache_dir", "text", "compiled kernels, cost tables, tiny checkpoint"),
+)
+
+# Fields of features that are not built yet, with the only value that is accepted until they are.
+_NOT_AVAILABLE: dict[str, object] = {
+    "model.prefill_truncation": "off",
+    "model.prefill_keep_tokens": None,
+    "prefill.attention": "dp",
+    "decode.redundant_experts": 0,
+    "cache.prefix_caching": False,
+    "speculative.max_draft_tokens": 0,
+    "speculative.varlen": False,
+    "experts.rebalance": False,
+    "determinism.batch_invariant": False,
+}
+
+_POSITIVE = (
+    "model.max_model_len",
+    "ray.object_store_bytes",
+    "prefill.ranks",
+    "prefill.ranks_per_node",
+    "prefill.max_running",
+    "prefill.max_tokens_per_step",
+    "decode.ranks",
+    "decode.ranks_per_node",
+    "decode.max_running",
+    "cache.block_size",
+    "cache.memory_bytes",
+    "scheduler.max_in_flight",
+    "scheduler.publish_seconds",
+    "scheduler.max_kv_bytes_in_flight",
+    "scheduler.max_logprob_bytes",
+    "scheduler.step_timeout_seconds",
+    "scheduler.start_timeout_seconds",
+    "scheduler.placement_timeout_seconds",
+    "observability.metrics_interval_seconds",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A config and where each value that is no default came from (dotted path -> "file", variable or "--set")."""
+
+    config: ClusterConfig
+    sources: dict[str, str]
+
+
+def load_config(
+    file: str | Path | None = None,
+    *,
+    settings: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    model: str | None = None,
+) -> LoadedConfig:
+    """Return the checked config of `file` (None: defaults), the environment and `settings` ("a.b=value").
+
+    `model` is the `--model` option, as strong as `--set model.path=...`. `environ` None reads the process's own.
+    Raises ConfigError naming the field, variable or option.
+    """
+    tree: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if file is not None:
+        tree = _read_yaml(Path(file))
+        sources.update(dict.fromkeys(_leaf_paths(tree), "file"))
+    for variable, value in _read_environment(os.environ if environ is None else environ):
+        _assign(tree, variable.path, value)
+        sources[variable.path] = variable.name
+    if model is not None:
+        settings = [*settings, f"model.path={model}"]
+    for setting in settings:
+        path, value = _parse_setting(setting)
+        _assign(tree, path, value)
+        sources[path] = "--set"
+    config = _convert(tree)
+    _check(config, sources)
+    return LoadedConfig(config, sources)
+
+
+def resolve(config: ClusterConfig, *, accelerator: str) -> ClusterConfig:
+    """Return `config` with every automatic choice made for a machine whose best accelerator is `accelerator`."""
+    chosen: Accelerator = accelerator if config.accelerator == "auto" else config.accelerator  # type: ignore[assignment]
+    ranks = {"cpu": (2, 4)}.get(chosen, (1, 1))
+    return msgspec.structs.replace(
+        config,
+        accelerator=chosen,
+        prefill=msgspec.structs.replace(config.prefill, ranks=config.prefill.ranks or ranks[0]),
+        decode=msgspec.structs.replace(config.decode, ranks=config.decode.ranks or ranks[1]),
+        cache_dir=str(Path(config.cache_dir).expanduser()),
+    )
+
+
+def encode_config(config: ClusterConfig) -> bytes:
+    """Return `config` as msgpack bytes for another process."""
+    return msgspec.msgpack.encode(config)
+
+
+def decode_config(data: bytes) -> ClusterConfig:
+    """Return the config in `data` from `encode_config`."""
+    return msgspec.msgpack.decode(data, type=ClusterConfig)
+
+
+def config_fields(config: ClusterConfig) -> dict[str, Any]:
+    """Return every field by dotted path, in declaration order."""
+    return _flatten(msgspec.to_builtins(config))
+
+
+def all_paths() -> list[str]:
+    """Return the dotted path of every option (a mapping such as `ray.runtime_env` is one option)."""
+    return list(config_fields(ClusterConfig()))
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"can't read the config file {file}: {error.strerror}") from error
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no valid YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} must hold a mapping of sections, not a {type(tree).__name__}")
+    if isinstance(tree.get("model"), str):
+        tree["model"] = {"path": tree["model"]}
+    return tree
+
+
+def _read_environment(environ: Mapping[str, str]) -> list[tuple[EnvironmentVariable, Any]]:
+    known = {variable.name: variable for variable in ENVIRONMENT}
+    values = []
+    for name in sorted(environ):
+        if not name.startswith("DEEPINFER_") or environ[name] == "":
+            continue
+        if name not in known:
+            raise ConfigError(f"unknown environment variable{_nearest(name, known)}", path=name)
+        values.append((known[name], _parse_variable(known[name], environ[name])))
+    return values
+
+
+def _parse_variable(variable: EnvironmentVariable, text: str) -> Any:
+    if variable.kind == "switch":
+        if text not in ("0", "1"):
+            raise ConfigError(f"{text!r} is neither 0 nor 1", path=variable.name)
+        return text == "1"
+    if variable.kind == "integer":
+        try:
+            return int(text)
+        except ValueError:
+            raise ConfigError(f"{text!r} is no integer", path=variable.name) from None
+    return text
+
+
+def _parse_setting(setting: str) -> tuple[str, Any]:
+    path, separator, text = setting.partition("=")
+    if not separator or not path:
+        raise ConfigError(f"--set {setting!r} must look like section.field=value")
+    if path == "model":
+        path = "model.path"
+    try:
+        return path, yaml.safe_load(text)
+    except yaml.YAMLError:
+        return path, text
+
+
+def _assign(tree: dict[str, Any], path: str, value: Any) -> None:
+    *sections, field = path.split(".")
+    for section in sections:
+        below = tree.setdefault(section, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"{section!r} is not a section", path=path)
+        tree = below
+    tree[field] = value
+
+
+def _convert(tree: dict[str, Any]) -> ClusterConfig:
+    _refuse_unknown(tree, ClusterConfig, "")
+    try:
+        return msgspec.convert(tree, ClusterConfig)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `")
+        path = place.rstrip("`").removeprefix("$").removeprefix(".")
+        raise ConfigError(message, path=path or None) from error
+
+
+def _refuse_unknown(tree: dict[str, Any], struct: type[msgspec.Struct], prefix: str) -> None:
+    fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if key not in fields:
+            raise ConfigError(f"unknown key{_nearest(str(key), fields)}", path=path)
+        kind = fields[key]
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            if not isinstance(value, dict):
+                raise ConfigError(f"must be a section with fields, not {value!r}", path=path)
+            _refuse_unknown(value, kind, f"{path}.")
+
+
+def _check(config: ClusterConfig, sources: Mapping[str, str]) -> None:
+    fields = config_fields(config)
+    for path, neutral in _NOT_AVAILABLE.items():
+        if fields[path] != neutral:
+            where = sources.get(path, path)
+            name = path if where in ("file", "--set") else where
+            raise ConfigError(f"{fields[path]!r} is not available yet; leave it out or set {neutral!r}", path=name)
+    for path in _POSITIVE:
+        if fields[path] is not None and fields[path] <= 0:
+            raise ConfigError(f"must be above 0, not {fields[path]}", path=path)
+    if config.accelerator == "ascend":
+        raise ConfigError("'ascend' is not available yet; use 'nvidia' or 'cpu'", path="accelerator")
+    if config.cache.block_size % 2:
+        raise ConfigError(f"must be even, not {config.cache.block_size}", path="cache.block_size")
+    if not 0 < config.cache.memory_fraction <= 1:
+        raise ConfigError(f"must lie in (0, 1], not {config.cache.memory_fraction}", path="cache.memory_fraction")
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    mappings = ("ray.runtime_env", "kernels.overrides")
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and path not in mappings:
+            flat.update(_flatten(value, f"{path}."))
+        else:
+            flat[path] = value
+    return flat
+
+
+def _leaf_paths(tree: dict[str, Any]) -> list[str]:
+    return list(_flatten(tree))
