@@ -1,0 +1,39 @@
+"""Options, markers and fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--golden-dir",
+        type=Path,
+        default=None,
+        help="directory with the full golden set (one folder per variant); default: the trimmed set under tests/golden",
+    )
+
+
+@pytest.fixture(scope="session")
+def golden_dir(request: pytest.FixtureRequest) -> Path:
+    """The golden set in use: the one of --golden-dir, else the trimmed set of the repository."""
+    chosen: Path | None = request.config.getoption("--golden-dir")
+    return chosen or GOLDEN
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs GPUs that this machine lacks; torch is asked only when such a test was collected."""
+    marked = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")]
+    if not marked:
+        return
+    import torch
+
+    present = torch.cuda.device_count()
+    for item in marked:
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1
+        if present < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {present}"))

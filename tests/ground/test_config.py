@@ -1,0 +1,113 @@
+"""Errors name the place and the cure; sources have the promised order of strength."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deepinfer.config import (
+    ENVIRONMENT,
+    ClusterConfig,
+    all_paths,
+    config_fields,
+    decode_config,
+    encode_config,
+    load_config,
+    resolve,
+)
+from deepinfer.errors import ConfigError
+
+
+def _write(directory: Path, text: str) -> Path:
+    file = directory / "cluster.yaml"
+    file.write_text(text)
+    return file
+
+
+def _message(**arguments: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(**{"environ": {}, **arguments})  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_order_of_strength(tmp_path: Path) -> None:
+    file = _write(tmp_path, "model: from-file\ndecode: {ranks: 3, max_running: 7}\n")
+    environ = {"DEEPINFER_HF_MODEL_DIR": "from-environment", "HOME": "/"}
+    loaded = load_config(file, settings=["decode.ranks=5"], environ=environ)
+    assert loaded.config.model.path == "from-environment"
+    assert (loaded.config.decode.ranks, loaded.config.decode.max_running) == (5, 7)
+    assert loaded.config.prefill == ClusterConfig().prefill
+    assert loaded.sources == {
+        "model.path": "DEEPINFER_HF_MODEL_DIR",
+        "decode.ranks": "--set",
+        "decode.max_running": "file",
+    }
+    assert load_config(file, model="from-option", environ=environ).config.model.path == "from-option"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("decod: {}", "decod: unknown key; did you mean decode?"),
+        ("decode: {rank: 4}", "decode.rank: unknown key; did you mean ranks?"),
+        ("decode: {ranks: four}", "decode.ranks: Expected `int | null`, got `str`"),
+        ("decode: 4", "decode: must be a section with fields, not 4"),
+        ("decode: {ranks: 0}", "decode.ranks: must be above 0, not 0"),
+        ("cache: {block_size: 3}", "cache.block_size: must be even, not 3"),
+        ("cache: {memory_fraction: 1.5}", "cache.memory_fraction: must lie in (0, 1], not 1.5"),
+        ("experts: {rebalance: true}", "experts.rebalance: True is not available yet; leave it out or set False"),
+        ("accelerator: ascend", "accelerator: 'ascend' is not available yet; use 'nvidia' or 'cpu'"),
+        ("- a list", "must hold a mapping of sections, not a list"),
+        ("a: [", "is no valid YAML"),
+    ],
+)
+def test_yaml_errors_name_path_and_cure(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in _message(file=_write(tmp_path, text))
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    assert f"can't read the config file {tmp_path / 'none.yaml'}" in _message(file=tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("DEEPINFER_CACHEDIR", "/tmp", "did you mean DEEPINFER_CACHE_DIR?"),
+        ("DEEPINFER_BATCH_INVARIANT", "yes", "'yes' is neither 0 nor 1"),
+        ("DEEPINFER_BATCH_INVARIANT", "1", "DEEPINFER_BATCH_INVARIANT: True is not available yet"),
+        ("DEEPINFER_USE_NEXTN_DECODE", "5", "DEEPINFER_USE_NEXTN_DECODE: 5 is not available yet"),
+        ("DEEPINFER_USE_NEXTN_DECODE", "x", "'x' is no integer"),
+        ("DEEPINFER_ACCELERATOR", "tpu", "accelerator: Invalid enum value 'tpu'"),
+    ],
+)
+def test_environment_errors(name: str, value: str, expected: str) -> None:
+    assert expected in _message(environ={name: value})
+
+
+def test_neutral_values_of_missing_features_are_accepted() -> None:
+    environ = {"DEEPINFER_USE_NEXTN_DECODE": "0", "DEEPINFER_ENABLE_MTP_VARLEN": "0", "DEEPINFER_BATCH_INVARIANT": "0"}
+    assert load_config(environ=environ).config == ClusterConfig()
+
+
+def test_bad_settings() -> None:
+    assert "must look like section.field=value" in _message(settings=["decode.ranks"])
+    assert "decode.rank: unknown key" in _message(settings=["decode.rank=1"])
+
+
+def test_every_variable_sets_an_existing_option() -> None:
+    assert {variable.path for variable in ENVIRONMENT} <= set(all_paths())
+
+
+def test_resolve_fills_what_depends_on_the_machine() -> None:
+    cpu = resolve(ClusterConfig(), accelerator="cpu")
+    assert (cpu.accelerator, cpu.prefill.ranks, cpu.decode.ranks) == ("cpu", 2, 4)
+    gpu = resolve(ClusterConfig(), accelerator="nvidia")
+    assert (gpu.accelerator, gpu.prefill.ranks, gpu.decode.ranks) == ("nvidia", 1, 1)
+    assert None not in (config_fields(cpu)["prefill.ranks"], config_fields(cpu)["decode.ranks"])
+    assert resolve(cpu, accelerator="nvidia") == cpu
+
+
+def test_config_survives_the_wire() -> None:
+    config = load_config(settings=["ray.runtime_env={env_vars: {A: b}}", "kernels.overrides={gate: reference}"]).config
+    assert decode_config(encode_config(config)) == config
