@@ -34,7 +34,7 @@ class Row:
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     chat: ChatOptions = ChatOptions()
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = field(default_factory=SamplingParams)
 
 
 @dataclass(slots=True, frozen=True)
