@@ -1,0 +1,154 @@
+"""From logits to tokens: rules, temperature, truncation, draw, log-probabilities. One row is one position.
+
+Order for a row, in float32: raw logits (log-probabilities come from these) -> allowed ids -> logit bias and min_tokens
+-> penalties -> bad words -> [greedy: arg-max, lowest id on ties] -> divide by temperature -> min_p -> top_k -> top_p ->
+draw with the noise of (seed, position). A row's bits do not depend on other rows, on its place or on the batch size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.reference.sampling import gumbel_argmax
+from deepinfer.protocol import LogprobColumns
+from deepinfer.sampling.logprobs import token_logprobs
+from deepinfer.sampling.noise import Purpose, derived_seeds
+from deepinfer.sampling.processors import apply_rules, truncate
+from deepinfer.sampling.state import SamplingState
+
+
+@dataclass(slots=True, frozen=True)
+class Sampled:
+    """`token_ids` [R] int64; `logprobs`: one token's columns for each row that asked, else None.
+
+    `failed` [R] bool: the row's numbers were unusable; its token id is 0 and means nothing.
+    `fell_back` [R] bool: the rules left no token; it was drawn from the raw logits of the allowed ids instead.
+    """
+
+    token_ids: Tensor
+    logprobs: list[LogprobColumns | None]
+    failed: Tensor
+    fell_back: Tensor
+
+
+def sample(
+    logits: Tensor,
+    *,
+    slots: Tensor,
+    samples: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    state: SamplingState,
+) -> Sampled:
+    """Choose one token for each row of `logits` [R, V] float32 (left as it is).
+
+    [R] int64 each: `slots`; `samples`, the sample number of the row's sequence; `positions`, the position of the token
+    to be produced. `token_table` [S, L] int32: tokens of a slot by position; those before `positions[r]`, drafts under
+    verification included, are row r's history.
+    """
+    failed = unusable_rows(logits)
+    fell_back = torch.zeros_like(failed)
+    scores = logits
+    if state.rules:
+        scores = logits.clone()
+        _apply_all_rules(scores, logits, fell_back, slots, positions, token_table, state)
+        failed = failed | ~scores.amax(dim=1).isfinite()
+    token_ids = _choose(scores, failed, slots, samples, positions, state) if state.drawing else scores.argmax(dim=1)
+    token_ids.masked_fill_(failed, 0)
+    logprobs = _collect_logprobs(logits, token_ids, failed, slots, state)
+    return Sampled(token_ids=token_ids, logprobs=logprobs, failed=failed, fell_back=fell_back & ~failed)
+
+
+def draw_draft(logits: Tensor, *, slots: Tensor, samples: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
+    """Guess what `sample` will choose at `positions` from a draft's `logits` [R, V] float32: same noise, no rules.
+
+    Returns [R] int64; 0 for unusable rows. Rules and truncation are the target's business: a draft may be wrong.
+    """
+    failed = unusable_rows(logits)
+    scores = logits.masked_fill(failed[:, None], 0.0)
+    token_ids = scores.argmax(dim=1)
+    rows = (~state.greedy[slots]).nonzero().flatten()
+    if len(rows):
+        token_ids[rows] = _draw(_tempered(scores, rows, slots, state), rows, slots, samples, positions, state)
+    return token_ids
+
+
+def unusable_rows(logits: Tensor) -> Tensor:
+    """Return [R] bool: rows with a NaN or +inf anywhere, or -inf everywhere; their request has to fail."""
+    return ~logits.amax(dim=1).isfinite()
+
+
+def _apply_all_rules(
+    scores: Tensor,
+    logits: Tensor,
+    fell_back: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    state: SamplingState,
+) -> None:
+    """Run each row's rules on `scores`, in place; where no id is left, start again with the allowed ids alone.
+
+    That happens when min_tokens or bad words exclude all that is allowed. Such a row is marked in `fell_back`.
+    """
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        rules = state.rules.get(slot)
+        if rules is None:
+            continue
+        apply_rules(scores[row], rules, token_table[slot, :position])
+        if scores[row].amax() == -math.inf:
+            fell_back[row] = True
+            scores[row] = logits[row]
+            if rules.banned is not None:
+                scores[row].masked_fill_(rules.banned, -math.inf)
+
+
+def _choose(
+    scores: Tensor, failed: Tensor, slots: Tensor, samples: Tensor, positions: Tensor, state: SamplingState
+) -> Tensor:
+    """Return the token ids [R] int64: arg-max for greedy rows, else a draw; anything for failed rows."""
+    token_ids = scores.argmax(dim=1)
+    rows = (~state.greedy[slots] & ~failed).nonzero().flatten()
+    if len(rows):
+        tempered = _tempered(scores, rows, slots, state)
+        if state.truncating:
+            owners = slots[rows]
+            truncate(tempered, top_k=state.top_k[owners], top_p=state.top_p[owners], log_min_p=state.log_min_p[owners])
+        token_ids[rows] = _draw(tempered, rows, slots, samples, positions, state)
+    return token_ids
+
+
+def _tempered(scores: Tensor, rows: Tensor, slots: Tensor, state: SamplingState) -> Tensor:
+    return scores[rows] / state.temperatures[slots[rows]][:, None]
+
+
+def _draw(
+    tempered: Tensor, rows: Tensor, slots: Tensor, samples: Tensor, positions: Tensor, state: SamplingState
+) -> Tensor:
+    seeds = derived_seeds(state.seeds[slots[rows]], samples[rows])
+    return gumbel_argmax(tempered, seeds, positions[rows], purpose=Purpose.TOKEN)
+
+
+def _collect_logprobs(
+    logits: Tensor, token_ids: Tensor, failed: Tensor, slots: Tensor, state: SamplingState
+) -> list[LogprobColumns | None]:
+    columns: list[LogprobColumns | None] = [None] * len(logits)
+    if not state.num_logprobs:
+        return columns
+    row_failed = failed.tolist()
+    wanted = {
+        row: state.num_logprobs[slot]
+        for row, slot in enumerate(slots.tolist())
+        if slot in state.num_logprobs and not row_failed[row]
+    }
+    if wanted:
+        rows = torch.tensor(list(wanted), device=logits.device)
+        for row, column in zip(
+            wanted, token_logprobs(logits[rows], token_ids[rows], list(wanted.values())), strict=True
+        ):
+            columns[row] = column
+    return columns
