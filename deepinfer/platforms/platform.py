@@ -1,0 +1,90 @@
+"""What the runtime needs to know of an accelerator, and the choice of one by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar
+
+import torch
+
+from deepinfer.errors import ConfigError
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+# name -> the module that has `build_platform(*, num_threads: int) -> Platform`
+_MODULES: Final[dict[str, str]] = {"cpu": "deepinfer.platforms.cpu"}
+
+
+@dataclass(slots=True, frozen=True)
+class MemoryInfo:
+    """Memory of the device in bytes; `free_bytes` is what a new allocation can take."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+class Piece(Protocol[T_co]):
+    """One piece of work on a stream. `begin_seconds`, `end_seconds`: `time.monotonic()`, 0.0 before begin and end."""
+
+    begin_seconds: float
+    end_seconds: float
+
+    def done(self) -> bool:
+        """True when `result` does not wait any more."""
+        ...
+
+    def result(self) -> T_co:
+        """Wait for the piece and return what it returned, or raise what it raised."""
+        ...
+
+
+class Stream(Protocol):
+    """Runs pieces one after the other, in the order of `submit`, beside the caller.
+
+    When a piece raises, the stream is broken: every later piece raises the same exception without being run, because
+    what it would read may not have been written.
+    """
+
+    def submit(self, work: Callable[[], T]) -> Piece[T]:
+        """Put `work` behind all earlier pieces; returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Take no more pieces and end once those submitted are done; waits a bounded time for that."""
+        ...
+
+
+class Platform(Protocol):
+    """One accelerator: its device, memory, streams, and the names under which others know it."""
+
+    name: str
+    device: torch.device
+    collective_backend: str
+    ray_resource: str
+
+    def memory_info(self) -> MemoryInfo:
+        """Return the device's memory as it is now."""
+        ...
+
+    def open_stream(self, name: str) -> Stream:
+        """Return a new stream; `name` names its thread."""
+        ...
+
+
+def detect_accelerator() -> str:
+    """Return the best accelerator of this machine: "nvidia" when torch can use one, else "cpu"."""
+    return "nvidia" if torch.cuda.is_available() else "cpu"
+
+
+def load_platform(name: str, *, num_threads: int = 1) -> Platform:
+    """Return the platform `name`; `num_threads` bounds the threads of a CPU operation.
+
+    Raises ConfigError for a platform that is not built.
+    """
+    if name not in _MODULES:
+        raise ConfigError(f"{name!r} is not available yet; use one of: {', '.join(_MODULES)}", path="accelerator")
+    platform: Platform = importlib.import_module(_MODULES[name]).build_platform(num_threads=num_threads)
+    return platform

@@ -1,0 +1,114 @@
+"""Groups of real processes: rendezvous, bytes of any dtype, agreement, and what a missing rank looks like."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from support.processes import run_ranks
+
+from deepinfer.distributed.local_dispatcher import LocalDispatcher
+from deepinfer.distributed.process_groups import ProcessGroups
+from deepinfer.distributed.step_sync import GroupStepSync, StepAgreement, StepProposal
+from deepinfer.distributed.torch_dispatcher import TorchDispatcher
+from deepinfer.errors import RankError
+
+NUM_EXPERTS = 7
+
+
+def _rows_of(rank: int, num_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    rows = torch.randn(num_rows, 6, generator=generator).to(dtype)
+    expert_ids = torch.randint(-1, NUM_EXPERTS, (num_rows, 3), generator=generator)
+    return rows, expert_ids, torch.rand(num_rows, 3, generator=generator)
+
+
+def _experts(dispatched_rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, first: int) -> torch.Tensor:
+    factors = torch.arange(first, first + len(counts)).repeat_interleave(counts) + 2
+    return (dispatched_rows.float() * factors[:, None] * weights[:, None]).to(dispatched_rows.dtype)
+
+
+def _dispatch_and_combine(groups: ProcessGroups, num_rows: list[int], dtype: torch.dtype) -> dict:
+    dispatcher = TorchDispatcher(groups.dispatch, NUM_EXPERTS)
+    rows, expert_ids, weights = _rows_of(dispatcher.rank, num_rows[dispatcher.rank], dtype)
+    dispatched = dispatcher.dispatch(rows, expert_ids, weights)
+    first = dispatcher.rank * NUM_EXPERTS // dispatcher.num_ranks
+    expert_rows = _experts(dispatched.rows, dispatched.tokens_per_expert, dispatched.weights, first)
+    return {
+        "rows": dispatched.rows,
+        "counts": dispatched.tokens_per_expert,
+        "combined": dispatcher.combine(expert_rows, dispatched),
+    }
+
+
+def _dispatch_worker(groups: ProcessGroups, cases: list[tuple[list[int], torch.dtype]]) -> list[dict]:
+    return [_dispatch_and_combine(groups, num_rows, dtype) for num_rows, dtype in cases]
+
+
+def _dispatch_cases(num_ranks: int) -> list[tuple[list[int], torch.dtype]]:
+    full = [5, 3, 1, 8][:num_ranks]
+    return [
+        (full, torch.float32),
+        (full, torch.bfloat16),
+        ([0] * (num_ranks - 1) + [4], torch.bfloat16),
+        ([1] + [0] * (num_ranks - 1), torch.float32),
+        ([0] * num_ranks, torch.bfloat16),
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_spread_experts_give_the_rows_of_one_rank_bit_for_bit(num_ranks: int) -> None:
+    cases = _dispatch_cases(num_ranks)
+    results = run_ranks(_dispatch_worker, num_ranks, cases)
+    for case, (num_rows, dtype) in enumerate(cases):
+        parts = [_rows_of(rank, num_rows[rank], dtype) for rank in range(num_ranks)]
+        rows, expert_ids, weights = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        local = LocalDispatcher(NUM_EXPERTS)
+        expected = local.dispatch(rows, expert_ids, weights)
+        combined = local.combine(_experts(expected.rows, expected.tokens_per_expert, expected.weights, 0), expected)
+        got = [results[rank][case] for rank in range(num_ranks)]
+        assert torch.equal(torch.cat([part["rows"] for part in got]), expected.rows)
+        assert torch.equal(torch.cat([part["counts"] for part in got]), expected.tokens_per_expert)
+        assert torch.equal(torch.cat([part["combined"] for part in got]), combined)
+
+
+def _agree_worker(groups: ProcessGroups, proposals: list[list[StepProposal]]) -> list[StepAgreement]:
+    sync = GroupStepSync(groups.sync)
+    return [sync.agree(round_[groups.sync.rank]) for round_ in proposals]
+
+
+def test_ranks_park_only_without_work_and_with_the_same_wake() -> None:
+    idle = StepProposal(has_work=False, num_rows=0, wake_id=7, stopping=False)
+    woken = StepProposal(has_work=False, num_rows=0, wake_id=8, stopping=False)
+    busy = StepProposal(has_work=True, num_rows=3, wake_id=8, stopping=False)
+    ending = StepProposal(has_work=False, num_rows=0, wake_id=7, stopping=True)
+    results = run_ranks(_agree_worker, 2, [[idle, idle], [idle, woken], [idle, busy], [busy, ending]])
+    expected = [
+        StepAgreement(anyone_has_work=False, max_rows=0, park=True, stop=False),
+        StepAgreement(anyone_has_work=False, max_rows=0, park=False, stop=False),
+        StepAgreement(anyone_has_work=True, max_rows=3, park=False, stop=False),
+        StepAgreement(anyone_has_work=True, max_rows=3, park=False, stop=True),
+    ]
+    assert results == [expected, expected]
+
+
+def _absent_worker(groups: ProcessGroups, _: None) -> str:
+    if groups.sync.rank == 1:
+        time.sleep(3.0)
+        return "absent"
+    try:
+        GroupStepSync(groups.sync).agree(StepProposal(has_work=True, num_rows=1, wake_id=1, stopping=False))
+    except RankError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_hangs_is_an_error_with_the_rank_in_it() -> None:
+    results = run_ranks(_absent_worker, 2, None, timeout_seconds=1.0)
+    assert results[0].startswith("decode rank 0: the all-gather of 2 ranks failed"), results[0]
+
+
+def test_a_missing_rank_is_an_error_at_the_start() -> None:
+    with pytest.raises(RankError, match="did not all meet"):
+        ProcessGroups.form(role="prefill", rank=1, num_ranks=2, host="127.0.0.1", port=1, timeout_seconds=0.5)
