@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from deepinfer.protocol import FinishCode, SamplingParams
+from deepinfer.scheduler.step_plan import Int32Array
 
 
 class ParsedPiece(Protocol):
@@ -26,8 +26,7 @@ class StopStringReader(Protocol):
     def push(self, token_id: int) -> ParsedPiece: ...
 
 
-@dataclass(slots=True, frozen=True)
-class StopDecision:
+class StopDecision(NamedTuple):
     """Of a run of tokens the first `num_kept` belong to the sequence; it ends with the last of them unless NONE."""
 
     num_kept: int
@@ -77,11 +76,11 @@ class StopChecker:
         """How many more tokens the length limits allow."""
         return self._max_output - self._num_output
 
-    def check(self, token_ids: Sequence[int]) -> StopDecision:
+    def check(self, token_ids: Sequence[int] | Int32Array) -> StopDecision:
         """Take the next committed tokens, in order; an ending inside the run cuts it. Not to be called afterwards."""
         assert not self._finished, "the sequence has ended"
         for num_kept, token_id in enumerate(token_ids, start=1):
-            code = self._check_token(token_id)
+            code = self._check_token(int(token_id))
             if code is not FinishCode.NONE:
                 self._finished = True
                 return StopDecision(num_kept, code)
