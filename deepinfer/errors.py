@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 
 class DeepInferError(Exception):
     """Base of all errors raised on purpose by this package."""
@@ -44,8 +47,13 @@ class RankError(DeepInferError):
 
     def __init__(self, message: str, *, role: str, rank: int) -> None:
         super().__init__(f"{role} rank {rank}: {message}")
+        self.message = message
         self.role = role
         self.rank = rank
+
+    def __reduce__(self) -> tuple[Callable[..., RankError], tuple[()]]:
+        """Pickle with the keyword arguments, so that the error survives the way from a rank to the driver."""
+        return partial(RankError, self.message, role=self.role, rank=self.rank), ()
 
 
 class ClusterError(DeepInferError):

@@ -1,0 +1,175 @@
+"""A private Ray on this machine, or a connection to one that is already there.
+
+A private Ray belongs to the process that started it: its processes know each other by the loopback address, it has
+its own token and its own folder, and it dies with that process, however the process ends. Everything about it is set
+here explicitly, so that a Ray of the same user beside it is neither seen nor disturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import ray
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+from deepinfer.config import ClusterConfig, RayConfig
+from deepinfer.errors import ClusterError, ConfigError
+from deepinfer.log import get_logger, phase
+
+_LOGGER = get_logger("launcher")
+_FOLDER_PREFIX = "deepinfer-ray-"
+_SHARED_MEMORY = Path("/dev/shm")
+# Room in the object store for ordinary messages beside the hand-overs.
+_MESSAGE_BYTES = 64 * 1024 * 1024
+# Unix sockets stand below the folder, and their paths may have 107 bytes; Ray itself adds up to 70.
+_MAX_FOLDER_BYTES = 36
+
+
+@dataclass
+class RayConnection:
+    """This process's connection to Ray. `close` undoes what `open_ray` did and nothing else; it may be called twice."""
+
+    connected: bool
+    folder: Path | None = None
+    replaced: dict[str, str | None] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Disconnect, stop a private Ray with all its processes, remove its folder, restore the environment."""
+        if self.connected and ray.is_initialized():
+            ray.shutdown()
+        self.connected = False
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = None
+        _set_environment(self.replaced)
+        self.replaced = {}
+
+
+def open_ray(config: ClusterConfig) -> RayConnection:
+    """Connect this process to Ray and return the connection.
+
+    A Ray that this process already uses is taken as it is, and left so. Else `ray.address`, or the address that
+    `ray job submit` hands to its jobs, is attached to. Else a private Ray is started, large enough for the ranks of
+    `config` (resolved). Raises ClusterError when Ray can't be reached or started.
+    """
+    if ray.is_initialized():
+        _LOGGER.info("using the Ray that this process is connected to")
+        return RayConnection(connected=False)
+    address = config.ray.address or os.environ.get("RAY_ADDRESS")
+    if address:
+        return _attach(address, config.ray)
+    if config.ray.provider != "local":
+        raise ConfigError(
+            f"provider {config.ray.provider!r} needs a running Ray; set ray.address or use 'local'", path="ray.provider"
+        )
+    return _start_private(config)
+
+
+def _attach(address: str, config: RayConfig) -> RayConnection:
+    with phase(_LOGGER, f"attach to Ray at {address}"):
+        try:
+            ray.init(address=address, namespace=config.namespace, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ClusterError(f"can't reach Ray at {address}: {error}; check ray.address and RAY_ADDRESS") from error
+    return RayConnection(connected=True)
+
+
+def _start_private(config: ClusterConfig) -> RayConnection:
+    ranks = (config.prefill.ranks or 1) + (config.decode.ranks or 1)
+    parent = Path(config.ray.temp_dir or tempfile.gettempdir())
+    _remove_stale_folders(parent)
+    folder = _make_folder(parent)
+    connection = RayConnection(connected=True, folder=folder, replaced=_set_environment(_private_environment(folder)))
+    try:
+        with phase(_LOGGER, f"start a private Ray in {folder}"):
+            ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, ranks),
+                namespace=config.ray.namespace,
+                object_store_memory=_object_store_bytes(config),
+                include_dashboard=config.ray.dashboard,
+                log_to_driver=False,
+                logging_level="ERROR",
+                _temp_dir=str(folder),
+                _node_ip_address="127.0.0.1",
+            )
+    except Exception as error:
+        connection.close()
+        raise ClusterError(f"Ray did not start on this machine: {error}") from error
+    return connection
+
+
+def _make_folder(parent: Path) -> Path:
+    folder = parent / f"{_FOLDER_PREFIX}{os.getpid()}-{secrets.token_hex(2)}"
+    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+        folder = Path("/tmp") / folder.name
+    folder.mkdir(mode=0o700, parents=True)
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32), encoding="ascii")
+    return folder
+
+
+def _remove_stale_folders(parent: Path) -> None:
+    """Remove folders of private Rays whose process was killed before it could do so itself."""
+    for folder in {*parent.glob(f"{_FOLDER_PREFIX}*"), *Path("/tmp").glob(f"{_FOLDER_PREFIX}*")}:
+        pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)) and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _private_environment(folder: Path) -> dict[str, str | None]:
+    """Ray's variables for a private Ray; its processes inherit them.
+
+    One thread per rank process: the ranks of one machine share its cores. The memory monitor would kill ranks while
+    they load weights.
+    """
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": None,
+        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _set_environment(values: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Set variables (None removes one) and return what stood there before.
+
+    Ray reads its authentication mode and token when it is imported, so it is told to look again.
+    """
+    replaced = {name: os.environ.get(name) for name in values}
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    return replaced
+
+
+def _object_store_bytes(config: ClusterConfig) -> int:
+    """One and a half times the hand-overs in flight, so that fragmentation never makes Ray spill them to disk."""
+    wanted = config.ray.object_store_bytes
+    if wanted is None:
+        wanted = config.scheduler.max_kv_bytes_in_flight * 3 // 2 + _MESSAGE_BYTES
+    if _SHARED_MEMORY.exists():
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+        if free < wanted:
+            _LOGGER.warning(
+                "%s has %d MiB free, the object store wants %d MiB: Ray will use slower files; "
+                "enlarge it or lower scheduler.max_kv_bytes_in_flight",
+                _SHARED_MEMORY,
+                free >> 20,
+                wanted >> 20,
+            )
+    return wanted
