@@ -85,6 +85,13 @@ class CheckpointFiles:
         assert out.dtype == DTYPES[entry.dtype], (name, out.dtype, entry.dtype)
         _read_bytes(entry.file, entry.begin, out, name)
 
+    def read_head(self, name: str, max_bytes: int) -> bytes:
+        """Return the first bytes of a tensor, `max_bytes` at most."""
+        entry = self._entry(name)
+        with entry.file.open("rb") as file:
+            file.seek(entry.begin)
+            return file.read(min(max_bytes, entry.num_bytes))
+
     def read_rows(self, name: str, first_row: int, num_rows: int) -> torch.Tensor:
         """Return rows `first_row` .. `first_row + num_rows - 1` of a tensor, reading no others."""
         begin, shape, dtype = self._rows(name, first_row, num_rows)

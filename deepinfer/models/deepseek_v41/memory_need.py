@@ -1,0 +1,126 @@
+"""How much memory a rank's weights take, by part, and whether that much is free: asked before anything is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import psutil
+import torch
+
+from deepinfer.errors import ConfigError
+from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.models.deepseek_v41.tensor_table import Part, TensorSpec, rank_tensors, tensor_table
+
+_CGROUP: Final = Path("/sys/fs/cgroup")
+_CURES: Final = {
+    "device": "Use more ranks, so that each holds fewer experts, or devices with more memory",
+    "host": "Use more hosts or larger ones; n-gram tables that are mapped, not read, need none",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes of one rank: `device` holds weights by part, `host` the n-gram tables, by the names of `Part`.
+
+    `staging_bytes`: the largest host buffer on its way to a device. On the CPU nothing is staged and all is one memory.
+    """
+
+    device: dict[str, int]
+    host: dict[str, int]
+    staging_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Free bytes as seen by one rank; `device_bytes` is None when the device is the CPU."""
+
+    host_bytes: int
+    device_bytes: int | None
+
+
+def memory_needed(
+    config: ModelConfig,
+    *,
+    expert_ids: tuple[tuple[int, ...], ...],
+    num_engram_shares: int = 1,
+    map_engram: bool = True,
+) -> MemoryNeed:
+    """Return what a rank takes that holds the logical experts `expert_ids[layer]` and one share of the n-gram tables.
+
+    Mapped tables count nothing: their pages belong to the file cache and can be dropped.
+    """
+    device: Counter[str] = Counter()
+    host: Counter[str] = Counter()
+    buffers: Counter[str] = Counter()  # the experts of a layer are read into one stack per kind of tensor
+    for spec in rank_tensors(tensor_table(config).values(), expert_ids):
+        if spec.part is not Part.ENGRAM_TABLE:
+            device[spec.part] += spec.num_bytes
+            buffers[spec.name.replace(f".experts.{spec.expert}.", ".experts.")] += spec.num_bytes
+        elif not map_engram:
+            host[spec.part] += _largest_share(spec, num_engram_shares)
+    return MemoryNeed(dict(device), dict(host), max(buffers.values()))
+
+
+def free_memory(device: torch.device) -> FreeMemory:
+    """Measure what is free on the host (the container's limit counts) and on `device`."""
+    host_bytes = psutil.virtual_memory().available
+    limited = _container_bytes(_CGROUP)
+    if limited is not None:
+        host_bytes = min(host_bytes, limited)
+    if device.type == "cpu":
+        return FreeMemory(host_bytes, None)
+    return FreeMemory(host_bytes, torch.accelerator.get_memory_info(device)[0])
+
+
+def check_memory(need: MemoryNeed, free: FreeMemory, *, ranks_per_host: int = 1) -> None:
+    """Raise `ConfigError` with needed and free bytes by part when the weights don't fit.
+
+    `ranks_per_host` ranks are taken to load on this host at the same time, each with its own device.
+    """
+    if free.device_bytes is None:
+        _require("host", Counter(need.device) + Counter(need.host), free.host_bytes, ranks_per_host)
+        return
+    _require("device", need.device, free.device_bytes, 1)
+    staged = Counter(need.host) + Counter({"buffers on their way to the device": need.staging_bytes})
+    _require("host", staged, free.host_bytes, ranks_per_host)
+
+
+def _require(place: str, parts: Mapping[str, int], free_bytes: int, num_ranks: int) -> None:
+    needed = sum(parts.values()) * num_ranks
+    if needed <= free_bytes:
+        return
+    ranks = f" for {num_ranks} ranks" if num_ranks > 1 else ""
+    sizes = sorted(parts.items(), key=lambda item: -item[1])
+    by_part = ", ".join(f"{part} {_gib(size * num_ranks)}" for part, size in sizes)
+    raise ConfigError(
+        f"the weights need {_gib(needed)} of {place} memory{ranks}, {_gib(free_bytes)} are free ({by_part}). "
+        f"{_CURES[place]}"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB" if num_bytes < 1000 * 2**30 else f"{num_bytes / 2**30:.0f} GiB"
+
+
+def _largest_share(spec: TensorSpec, num_shares: int) -> int:
+    return -(-spec.shape[0] // num_shares) * (spec.num_bytes // spec.shape[0])
+
+
+def _container_bytes(cgroup: Path) -> int | None:
+    """Free bytes below the memory limit of this process's container (cgroup v2); None when there is no limit.
+
+    Cached file pages count as free: the kernel drops them first.
+    """
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
