@@ -64,8 +64,11 @@ class KVPart:
 class Model(Protocol):
     """A loaded model on one rank's device."""
 
-    def allocate_caches(self, *, num_blocks: dict[str, int], num_slots: int) -> Any:
-        """Allocate zeroed cache tensors; both counts include the padding block 0 and the padding slot 0."""
+    def allocate_caches(self, *, num_blocks: dict[str, int], num_slots: int, tokens_per_block: int) -> Any:
+        """Allocate zeroed cache tensors; both counts include the padding block 0 and the padding slot 0.
+
+        `tokens_per_block` is the one that `ModelSpec.kv_groups` was asked with.
+        """
         ...
 
     def forward(self, inputs: ForwardInputs) -> ForwardOutput:

@@ -1,0 +1,301 @@
+"""The operations a model is made of: one typed signature each, with shapes, dtypes, special values and tie rules.
+
+T rows, D hidden, H heads, d head_dim, M residual streams. "model dtype" is `Numerics.dtype`; sums are float32 with one
+rounding at the end. An op that multiplies by a weight has `prepare`, called once at load; what it returns belongs to
+that implementation alone. The arithmetic is that of the released reference implementation of DeepSeek-V4.1-Flash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+RecordKind = Literal["window", "main", "index"]
+
+
+@dataclass(slots=True, frozen=True)
+class Numerics:
+    """Where values are rounded: `dtype` between operations, FP8 activations of quantised linears, cache records.
+
+    `quantise_caches` covers window rows (FP8), compressed rows (FP4, E4M3 scales), index keys and queries (FP4, E8M0).
+    """
+
+    dtype: torch.dtype
+    quantise_activations: bool
+    quantise_caches: bool
+
+
+REFERENCE_NUMERICS = Numerics(torch.bfloat16, quantise_activations=True, quantise_caches=True)
+FP32_NUMERICS = Numerics(torch.float32, quantise_activations=False, quantise_caches=False)
+
+
+@dataclass(slots=True, frozen=True)
+class RecordFormat:
+    """Layout of one cache row in device memory.
+
+    `pack`: values [..., width] in the model dtype -> uint8 [..., num_bytes]; `unpack` is its inverse up to the rounding
+    of the format and returns float32 values that are exact in the model dtype. `name` is part of the layout digest.
+    """
+
+    name: str
+    width: int
+    num_bytes: int
+    pack: Callable[[Tensor], Tensor]
+    unpack: Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True, frozen=True)
+class PagedRows:
+    """Entries of many sequences in one flat pool.
+
+    `pool` uint8 [rows, record.num_bytes]; entry j of sequence b is row
+    `block_table[b, j // entries_per_block] * entries_per_block + j % entries_per_block`.
+    """
+
+    pool: Tensor
+    record: RecordFormat
+    block_table: Tensor
+    entries_per_block: int
+
+
+@dataclass(slots=True, frozen=True)
+class CandidateRule:
+    """Keep the `num_blocks` blocks of `block_size` entries with the largest score; the newest block always."""
+
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(slots=True, frozen=True)
+class Selection:
+    """`entries` [T, k] int64 ascending, -1 behind the last; `candidates` bool [T, C] by entry, when a rule was given."""
+
+    entries: Tensor
+    candidates: Tensor | None
+
+
+@dataclass(slots=True, frozen=True)
+class MixCoefficients:
+    """Hyper-connection coefficients, float32: `pre` [T, M], `post` [T, M], `mix` [T, M (from), M (to)]."""
+
+    pre: Tensor
+    post: Tensor
+    mix: Tensor
+
+
+class RecordFormats(Protocol):
+    """Record formats of the device. `kind` window, main or index; `width` values per row, a multiple of 32."""
+
+    def __call__(self, kind: RecordKind, width: int) -> RecordFormat: ...
+
+
+class StoreRows(Protocol):
+    """Write packed `records` uint8 [n, bytes] to rows `rows` [n] int64 (distinct) of `pool`, in place."""
+
+    def __call__(self, pool: Tensor, rows: Tensor, records: Tensor) -> None: ...
+
+
+class Linear(Protocol):
+    """y = x W^T without activation quantisation. `weight` [N, K] bf16 or float32; x [T, K]; y [T, N] `out_dtype`."""
+
+    def prepare(self, weight: Tensor) -> Any: ...
+
+    def __call__(self, x: Tensor, weight: Any, *, out_dtype: torch.dtype) -> Tensor: ...
+
+
+class QuantizedLinear(Protocol):
+    """y = x W^T with FP8 activations: E4M3 per row and 32 columns, scale 2^ceil(log2(max(amax, 1e-4) / 448)).
+
+    `weight` float8_e4m3fn [N, K], `scale` E8M0 bytes uint8 [ceil(N/32), ceil(K/32)]; x [T, K], y [T, N] model dtype.
+    """
+
+    def prepare(self, weight: Tensor, scale: Tensor) -> Any: ...
+
+    def __call__(self, x: Tensor, weight: Any) -> Tensor: ...
+
+
+class GroupedLinear(Protocol):
+    """Block-diagonal map, activations not quantised: x [T, G, K] times group g's [N, K] -> [T, G * N] model dtype.
+
+    `weight` float8_e4m3fn [G * N, K] with E8M0 bytes per 32 x 32 tile.
+    """
+
+    def prepare(self, weight: Tensor, scale: Tensor, *, num_groups: int) -> Any: ...
+
+    def __call__(self, x: Tensor, weight: Any) -> Tensor: ...
+
+
+class RMSNorm(Protocol):
+    """w * x * rsqrt(mean(x^2) + epsilon) over the last axis, float32 with one rounding to the model dtype."""
+
+    def __call__(self, x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor: ...
+
+
+class Rotate(Protocol):
+    """Rotary embedding of the last 2 * `cosine.shape[1]` channels of x [T, ..., n], neighbours (2p, 2p + 1) paired.
+
+    `cosine`, `sine` float32 [T, R / 2]. Computed in float32, one rounding. `inverse` turns backwards. Returns a copy.
+    """
+
+    def __call__(self, x: Tensor, cosine: Tensor, sine: Tensor, *, inverse: bool = False) -> Tensor: ...
+
+
+class MixCoefficientsOf(Protocol):
+    """Coefficients of a sublayer from `streams` [T, M, D] model dtype, before the sublayer's update.
+
+    `function` float32 [2M + M*M, M*D], `scale` [3], `base` [2M + M*M]. One mean square over all M*D values.
+    Sinkhorn: softmax over targets, columns, then `num_iterations - 1` times rows and columns; all float32.
+    """
+
+    def __call__(
+        self,
+        streams: Tensor,
+        function: Tensor,
+        scale: Tensor,
+        base: Tensor,
+        *,
+        epsilon: float,
+        mix_epsilon: float,
+        num_iterations: int,
+    ) -> MixCoefficients: ...
+
+
+class CollapseStreams(Protocol):
+    """sum_j pre[:, j] * streams[:, j] in float32 -> [T, D] model dtype."""
+
+    def __call__(self, streams: Tensor, pre: Tensor) -> Tensor: ...
+
+
+class UpdateStreams(Protocol):
+    """Stream k becomes post[:, k] * y + sum_j mix[:, j, k] * streams[:, j]; y [T, D]; returns [T, M, D]."""
+
+    def __call__(self, streams: Tensor, y: Tensor, post: Tensor, mix: Tensor) -> Tensor: ...
+
+
+class EngramRows(Protocol):
+    """Table rows [T, (N - 1) * heads] int64 of each position's n-grams of 2 .. N tokens.
+
+    `history` int64 [T, N]: compressed ids of positions i, i - 1, ...; `multipliers` [N], `primes` and `offsets`
+    [N - 1, heads], all int64. Row = (xor of history[s] * multipliers[s], s < n) mod prime + offset.
+    """
+
+    def __call__(self, history: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor) -> Tensor: ...
+
+
+class EngramLookup(Protocol):
+    """Dequantised rows side by side: `rows` [T, R] -> [T, R * width] model dtype (exact).
+
+    `table` float8_e4m3fn [n, width], `scale` E8M0 bytes [n, width / 32]; the table may live in host memory.
+    """
+
+    def __call__(self, rows: Tensor, table: Tensor, scale: Tensor) -> Tensor: ...
+
+
+class EngramGate(Protocol):
+    """Add the gated memory to every stream: X_c += sigmoid(copysign(sqrt(max(|s_c|, 1e-6)), s_c)) * value.
+
+    s_c = sum(X_c * q_weight_c * k_weight_c * key_c) * rsqrt(mean X_c^2 + eps) * rsqrt(mean key_c^2 + eps) * D^-0.5.
+    `streams` [T, M, D], `memory` [T, (M + 1) * D]: M keys, then the value; weights [M, D]. float32, one rounding.
+    """
+
+    def __call__(
+        self, streams: Tensor, memory: Tensor, query_weight: Tensor, key_weight: Tensor, *, epsilon: float
+    ) -> Tensor: ...
+
+
+class PairCompress(Protocol):
+    """Mean of two tokens weighted by a softmax over the two, per channel: all [n, d] float32 -> [n, d] model dtype."""
+
+    def __call__(self, first_value: Tensor, first_gate: Tensor, value: Tensor, gate: Tensor) -> Tensor: ...
+
+
+class IndexSelect(Protocol):
+    """Score the visible entries of each row's own sequence and keep the `num_selected` best; ties: the lower entry.
+
+    score[t, j] = sum_h relu(query[t, h] . key[j]) * weights[t, h], for j < visible[t]. `query` [T, Hi, di] after
+    rotation (quantised here), `weights` [T, Hi] already scaled. With the model dtype bf16 the dot products, the
+    weighted products and the head sum are each rounded to bf16. `candidates` [T, C] limits the choice; `rule` asks to
+    publish a pool: blocks by their largest score, ties to the lower block, the newest visible block always in it.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        keys: PagedRows,
+        *,
+        sequence_starts: Tensor,
+        row_sequence: Tensor,
+        visible: Tensor,
+        num_selected: int,
+        candidates: Tensor | None,
+        rule: CandidateRule | None,
+    ) -> Selection: ...
+
+
+class SparseAttention(Protocol):
+    """Attention of each row over rows named by number; keys and values are the same vectors.
+
+    `query` [T, H, d] model dtype. `window_rows` [T, W] int64: below `len(ring)` a row of `ring` (uint8 records), else a
+    row of `step_records` (this step's own rows) after subtracting it; `main_rows` [T, k]: rows of `main`. -1 = no key,
+    allowed anywhere. `sink` float32 [H] only enters the denominator. A row without keys gives zeros.
+    Returns [T, H, d] model dtype; probabilities are rounded to the model dtype before they meet the values.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        *,
+        ring: Tensor,
+        step_records: Tensor,
+        window_rows: Tensor,
+        window_record: RecordFormat,
+        main: Tensor | None,
+        main_rows: Tensor | None,
+        main_record: RecordFormat | None,
+        sink: Tensor,
+        scale: float,
+    ) -> Tensor: ...
+
+
+class RouteTokens(Protocol):
+    """Choose experts: s = sqrt(softplus(logits)), the k largest of s + bias, ties to the lower id.
+
+    `logits` float32 [T, E], `bias` float32 [E]. Returns ids [T, k] int64 ascending and weights [T, k] float32 =
+    s / (sum of the chosen s + 1e-20) * `scale`.
+    """
+
+    def __call__(self, logits: Tensor, bias: Tensor, *, num_chosen: int, scale: float) -> tuple[Tensor, Tensor]: ...
+
+
+class SwiGLU(Protocol):
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) [* weights[:, None]] in float32 -> model dtype. [T, I]."""
+
+    def __call__(self, gate: Tensor, up: Tensor, *, limit: float, weights: Tensor | None = None) -> Tensor: ...
+
+
+class ExpertMLP(Protocol):
+    """Routed experts: rows [N, D] ordered by expert, `tokens_per_expert` [E], routing `weights` [N] float32.
+
+    FP4 weights as released: `gate`, `up` uint8 [E, I, D/2], `down` uint8 [E, D, I/2] (low nibble = even column), scales
+    E8M0 bytes per row and 32 columns; FP8 activations as in `QuantizedLinear`. The weight multiplies before `down`.
+    Returns [N, D] model dtype.
+    """
+
+    def prepare(
+        self, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor
+    ) -> Any: ...
+
+    def __call__(
+        self, rows: Tensor, weights: Tensor, tokens_per_expert: Tensor, experts: Any, *, limit: float
+    ) -> Tensor: ...
+
+
+class CombineExperts(Protocol):
+    """float32 sum of `expert_rows` [T, K, D] in column order, then `shared` [T, D]; one rounding -> [T, D]."""
+
+    def __call__(self, expert_rows: Tensor, shared: Tensor) -> Tensor: ...

@@ -1,0 +1,101 @@
+"""Manifold-constrained hyper-connections: mixing coefficients with Sinkhorn, and the two uses of them.
+
+Sums over the few residual streams are written out, so their order is fixed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.ops import MixCoefficients, Numerics
+from deepinfer.kernels.reference.abilities import implementation
+from deepinfer.kernels.reference.elementwise import sigmoid
+from deepinfer.kernels.reference.matmul import matmul_rows
+
+
+@dataclass(slots=True, frozen=True)
+class MixCoefficientsOf:
+    """`ops.MixCoefficientsOf`."""
+
+    def __call__(
+        self,
+        streams: Tensor,
+        function: Tensor,
+        scale: Tensor,
+        base: Tensor,
+        *,
+        epsilon: float,
+        mix_epsilon: float,
+        num_iterations: int,
+    ) -> MixCoefficients:
+        num = streams.shape[1]
+        flat = streams.flatten(1).float()
+        inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True) + epsilon)
+        scores = matmul_rows(flat, function) * inverse
+        pre = sigmoid(scores[:, :num] * scale[0] + base[:num]) + mix_epsilon
+        post = 2.0 * sigmoid(scores[:, num : 2 * num] * scale[1] + base[num : 2 * num])
+        logits = scores[:, 2 * num :] * scale[2] + base[2 * num :]
+        # rows last: [from, to, T], so that each step of the iteration is one operation on whole rows
+        mix = _sinkhorn(logits.t().contiguous().view(num, num, -1), mix_epsilon, num_iterations)
+        return MixCoefficients(pre, post, mix.permute(2, 0, 1).contiguous())
+
+
+def _sinkhorn(logits: Tensor, epsilon: float, num_iterations: int) -> Tensor:
+    mix = torch.exp(logits - logits.amax(1, keepdim=True))
+    mix = mix / _sum(mix, 1) + epsilon
+    mix /= _sum(mix, 0).add_(epsilon)
+    for _ in range(num_iterations - 1):
+        mix /= _sum(mix, 1).add_(epsilon)
+        mix /= _sum(mix, 0).add_(epsilon)
+    return mix
+
+
+def _sum(x: Tensor, axis: int) -> Tensor:
+    """Sum along a short axis in ascending order, the axis kept."""
+    first, *rest = x.split(1, axis)
+    total = first.clone()
+    for part in rest:
+        total += part
+    return total
+
+
+@dataclass(slots=True, frozen=True)
+class CollapseStreams:
+    """`ops.CollapseStreams`."""
+
+    numerics: Numerics
+
+    def __call__(self, streams: Tensor, pre: Tensor) -> Tensor:
+        return _weighted_sum(streams, pre).to(self.numerics.dtype)
+
+
+@dataclass(slots=True, frozen=True)
+class UpdateStreams:
+    """`ops.UpdateStreams`."""
+
+    numerics: Numerics
+
+    def __call__(self, streams: Tensor, y: Tensor, post: Tensor, mix: Tensor) -> Tensor:
+        added = post.unsqueeze(-1) * y.float().unsqueeze(1)
+        values = streams.float()
+        mixed = values[:, :1] * mix[:, 0].unsqueeze(-1)
+        for source in range(1, streams.shape[1]):
+            mixed += values[:, source : source + 1] * mix[:, source].unsqueeze(-1)
+        return (added + mixed).to(self.numerics.dtype)
+
+
+def _weighted_sum(streams: Tensor, weights: Tensor) -> Tensor:
+    total = streams[:, 0].float() * weights[:, :1]
+    for stream in range(1, streams.shape[1]):
+        total += streams[:, stream].float() * weights[:, stream : stream + 1]
+    return total
+
+
+IMPLEMENTATIONS = (
+    implementation("mix_coefficients", lambda numerics: MixCoefficientsOf()),
+    implementation("collapse_streams", CollapseStreams),
+    implementation("update_streams", UpdateStreams),
+)

@@ -1,0 +1,141 @@
+"""Cache tensors of one rank: window rings, compressed pools and open pairs.
+
+Groups: "global" (paged): main and index records of every KV source; "window" (one block a slot): a ring of
+`window + 12` rows per layer, so that two steps of drafts can be undone; "open_pair" (one block a slot): value and gate
+of the first token of pairs at ratio-2 sources, a ring of 8 pairs, 16 positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.ops import PagedRows, RecordFormat
+from deepinfer.kernels.registry import KernelSet
+from deepinfer.kv_cache.kv_groups import KVGroup
+from deepinfer.models.deepseek_v41.config import ModelConfig
+
+GLOBAL_GROUP, WINDOW_GROUP, OPEN_PAIR_GROUP = "global", "window", "open_pair"
+OPEN_PAIRS_PER_SLOT = 8
+_MAX_UNDONE_TOKENS = 2 * (1 + 5)  # two steps in flight, each one token and five drafts
+
+
+@dataclass(slots=True, frozen=True)
+class CacheLayout:
+    """Record formats and sizes that follow from the configuration and the kernel set."""
+
+    num_layers: int
+    ring_length: int
+    ratios: dict[int, int]
+    window_record: RecordFormat
+    main_record: RecordFormat
+    index_record: RecordFormat
+
+    @property
+    def pair_sources(self) -> tuple[int, ...]:
+        """KV sources that merge two tokens into one entry."""
+        return tuple(layer for layer, ratio in self.ratios.items() if ratio == 2)
+
+    @property
+    def pair_width(self) -> int:
+        """float32 values of an open pair: the first token's value, then its gate."""
+        return 2 * self.main_record.width
+
+
+@dataclass(slots=True, frozen=True)
+class Caches:
+    """Tensors on the device; records are uint8.
+
+    `window[l]` [slots * ring, bytes]; `main[s]`, `index[s]` [blocks * tokens_per_block / ratio, bytes] by KV source;
+    `open_pairs[s]` float32 [slots * 8, 2 d] by ratio-2 source.
+    """
+
+    layout: CacheLayout
+    tokens_per_block: int
+    window: tuple[Tensor, ...]
+    main: dict[int, Tensor]
+    index: dict[int, Tensor]
+    open_pairs: dict[int, Tensor]
+
+    def entries_per_block(self, source: int) -> int:
+        """Compressed entries of `source` in one block of the global group."""
+        return self.tokens_per_block // self.layout.ratios[source]
+
+    def index_rows(self, source: int, block_table: Tensor) -> PagedRows:
+        """The index keys of `source` for sequences with this block table [B, max_blocks]."""
+        return PagedRows(self.index[source], self.layout.index_record, block_table, self.entries_per_block(source))
+
+
+def cache_layout(config: ModelConfig, kernels: KernelSet) -> CacheLayout:
+    """Return the layout of `config` in the record formats of `kernels`."""
+    return CacheLayout(
+        num_layers=config.num_layers,
+        ring_length=config.sliding_window + _MAX_UNDONE_TOKENS,
+        ratios={source: config.compress_ratio(source) for source in config.kv_source_layer_ids},
+        window_record=kernels.record_formats("window", config.head_dim),
+        main_record=kernels.record_formats("main", config.head_dim),
+        index_record=kernels.record_formats("index", config.index_head_dim),
+    )
+
+
+def cache_groups(layout: CacheLayout, *, tokens_per_block: int) -> tuple[KVGroup, ...]:
+    """Return the groups in the order global, window, open pair; `tokens_per_block` is even."""
+    assert tokens_per_block % 2 == 0, f"tokens_per_block {tokens_per_block} must be even: entries cover up to 2 tokens"
+    entry_bytes = layout.main_record.num_bytes + layout.index_record.num_bytes
+    sources = ",".join(f"{source}/{ratio}" for source, ratio in layout.ratios.items())
+    ring = layout.ring_length
+    pairs = len(layout.pair_sources)
+    return (
+        KVGroup(
+            name=GLOBAL_GROUP,
+            kind="paged",
+            tokens_per_block=tokens_per_block,
+            bytes_per_block=sum(tokens_per_block // ratio * entry_bytes for ratio in layout.ratios.values()),
+            prefix_cacheable=True,
+            wire_format=f"{layout.main_record.name} {layout.index_record.name} sources {sources}",
+        ),
+        KVGroup(
+            name=WINDOW_GROUP,
+            kind="sequence",
+            tokens_per_block=ring,
+            bytes_per_block=layout.num_layers * ring * layout.window_record.num_bytes,
+            prefix_cacheable=False,
+            wire_format=f"{layout.window_record.name} layers {layout.num_layers} rows {ring}",
+        ),
+        KVGroup(
+            name=OPEN_PAIR_GROUP,
+            kind="sequence",
+            tokens_per_block=2 * OPEN_PAIRS_PER_SLOT,
+            bytes_per_block=pairs * OPEN_PAIRS_PER_SLOT * layout.pair_width * 4,
+            prefix_cacheable=False,
+            wire_format=f"float32 {layout.pair_width} sources {','.join(map(str, layout.pair_sources))}",
+        ),
+    )
+
+
+def allocate_caches(
+    layout: CacheLayout, *, num_blocks: dict[str, int], num_slots: int, tokens_per_block: int, device: torch.device
+) -> Caches:
+    """Return zeroed caches; `num_blocks` needs the global group only."""
+
+    def pool(source: int, record: RecordFormat) -> Tensor:
+        rows = num_blocks[GLOBAL_GROUP] * tokens_per_block // layout.ratios[source]
+        return torch.zeros(rows, record.num_bytes, dtype=torch.uint8, device=device)
+
+    ring_rows = num_slots * layout.ring_length
+    return Caches(
+        layout=layout,
+        tokens_per_block=tokens_per_block,
+        window=tuple(
+            torch.zeros(ring_rows, layout.window_record.num_bytes, dtype=torch.uint8, device=device)
+            for _ in range(layout.num_layers)
+        ),
+        main={source: pool(source, layout.main_record) for source in layout.ratios},
+        index={source: pool(source, layout.index_record) for source in layout.ratios},
+        open_pairs={
+            source: torch.zeros(num_slots * OPEN_PAIRS_PER_SLOT, layout.pair_width, device=device)
+            for source in layout.pair_sources
+        },
+    )

@@ -1,0 +1,41 @@
+"""Residual streams around a sublayer: collapse, run, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from deepinfer.kernels.registry import KernelSet
+from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.models.deepseek_v41.weight_types import HyperConnectionWeights
+
+
+class HyperConnection:
+    """Mixing of one sublayer. Its `pre` coefficients collapse the streams for the NEXT sublayer, not for its own."""
+
+    def __init__(self, config: ModelConfig, weights: HyperConnectionWeights, norm: Tensor, kernels: KernelSet) -> None:
+        self.weights, self.norm, self.kernels = weights, norm, kernels
+        self.epsilon, self.mix_epsilon = config.rms_norm_eps, config.hc_eps
+        self.num_iterations = config.hc_sinkhorn_iters
+
+    def __call__(
+        self, streams: Tensor, pre: Tensor, sublayer: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Run `sublayer` ([T, D] -> [T, D]) on the normalised collapse of `streams` [T, M, D] by `pre` [T, M].
+
+        Returns the updated streams and the `pre` of the next sublayer.
+        """
+        kernels, weights = self.kernels, self.weights
+        coefficients = kernels.mix_coefficients(
+            streams,
+            weights.fn,
+            weights.scale,
+            weights.base,
+            epsilon=self.epsilon,
+            mix_epsilon=self.mix_epsilon,
+            num_iterations=self.num_iterations,
+        )
+        hidden = kernels.rms_norm(kernels.collapse_streams(streams, pre), self.norm, epsilon=self.epsilon)
+        streams = kernels.update_streams(streams, sublayer(hidden), coefficients.post, coefficients.mix)
+        return streams, coefficients.pre

@@ -1,0 +1,169 @@
+"""DeepSeek-V4.1 on one rank: embedding, layers, head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.registry import KernelSet
+from deepinfer.models.deepseek_v41.attention import Attention
+from deepinfer.models.deepseek_v41.caches import Caches, allocate_caches, cache_layout
+from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.models.deepseek_v41.engram import Engram, engram_history
+from deepinfer.models.deepseek_v41.engram_constants import EngramConstants
+from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection
+from deepinfer.models.deepseek_v41.indexer import Published
+from deepinfer.models.deepseek_v41.kv_exchange import export_kv, import_kv
+from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
+from deepinfer.models.deepseek_v41.rope import compressed_frequencies, window_frequencies
+from deepinfer.models.deepseek_v41.step_rows import StepRows, build_step_rows
+from deepinfer.models.deepseek_v41.weight_types import LayerWeights, Weights
+from deepinfer.models.model_spec import ForwardInputs, ForwardOutput, KVPart
+
+
+class Layer:
+    """One backbone layer: memory, attention, experts."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        weights: LayerWeights,
+        constants: EngramConstants | None,
+        kernels: KernelSet,
+        *,
+        upstream_open_pair_keys: bool,
+    ) -> None:
+        self.engram = None
+        if weights.engram is not None:
+            assert constants is not None
+            self.engram = Engram(config, weights.engram, constants, kernels)
+        self.attention = Attention(
+            config, layer, weights.attention, kernels, upstream_open_pair_keys=upstream_open_pair_keys
+        )
+        self.experts = MixtureOfExperts(config, weights.moe, kernels)
+        self.around_attention = HyperConnection(config, weights.hc_attn, weights.attn_norm, kernels)
+        self.around_experts = HyperConnection(config, weights.hc_ffn, weights.ffn_norm, kernels)
+
+    def __call__(
+        self,
+        streams: Tensor,
+        pre: Tensor,
+        history: Tensor,
+        rows: StepRows,
+        inputs: ForwardInputs,
+        published: Published,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the streams [T, M, D] behind this layer and the `pre` [T, M] for the next."""
+        if self.engram is not None:
+            streams = self.engram(streams, history)
+        streams, pre = self.around_attention(
+            streams, pre, lambda hidden: self.attention(hidden, rows, inputs.caches, published)
+        )
+        return self.around_experts(
+            streams, pre, lambda hidden: self.experts(hidden, inputs.is_padding, inputs.dispatcher)
+        )
+
+
+class DeepseekV41:
+    """A loaded rank; see `model_spec.Model`. `token_map` int64 [vocabulary]: token -> compressed id for the memory.
+
+    `upstream_open_pair_keys`: see `Indexer`; for tests only.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        token_map: Tensor,
+        kernels: KernelSet,
+        *,
+        upstream_open_pair_keys: bool = False,
+    ) -> None:
+        self.config, self.kernels, self.token_map = config, kernels, token_map
+        self.device = weights.embed.device
+        self.embedding, self.norm = weights.embed, weights.norm
+        self.head = kernels.linear.prepare(weights.head)
+        self.layout = cache_layout(config, kernels)
+        self.window_frequencies = window_frequencies(config, self.device)
+        self.compressed_frequencies = compressed_frequencies(config, self.device)
+        constants = {constants.layer_id: constants for constants in config.engram_constants()}
+        self.layers = [
+            Layer(
+                config,
+                layer,
+                layer_weights,
+                constants.get(layer),
+                kernels,
+                upstream_open_pair_keys=upstream_open_pair_keys,
+            )
+            for layer, layer_weights in enumerate(weights.layers)
+        ]
+
+    def allocate_caches(self, *, num_blocks: dict[str, int], num_slots: int, tokens_per_block: int) -> Caches:
+        """See `model_spec.Model`; `num_blocks` needs the group "global" only."""
+        return allocate_caches(
+            self.layout,
+            num_blocks=num_blocks,
+            num_slots=num_slots,
+            tokens_per_block=tokens_per_block,
+            device=self.device,
+        )
+
+    def forward(self, inputs: ForwardInputs) -> ForwardOutput:
+        """See `model_spec.Model`. All layers run over all rows."""
+        assert inputs.kernels is self.kernels, "the weights were prepared for another kernel set"
+        streams, pre = self.embed(inputs.token_ids)
+        rows = self.step_rows(inputs)
+        history = self.history(inputs)
+        published = Published()
+        for layer in self.layers:
+            streams, pre = layer(streams, pre, history, rows, inputs, published)
+        return ForwardOutput(self.logits(streams[inputs.logit_rows], pre[inputs.logit_rows]))
+
+    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return equal streams [T, M, D] of the embedding, and the first `pre` [T, M]: stream 0 alone."""
+        num_streams = self.config.hc_mult
+        rows = self.embedding[token_ids].to(self.kernels.numerics.dtype)
+        pre = torch.zeros(len(token_ids), num_streams, device=self.device)
+        pre[:, 0] = 1.0
+        return rows.unsqueeze(1).repeat(1, num_streams, 1), pre
+
+    def step_rows(self, inputs: ForwardInputs) -> StepRows:
+        """Return the index lists of a step."""
+        return build_step_rows(
+            inputs,
+            inputs.caches,
+            window=self.config.sliding_window,
+            window_frequencies=self.window_frequencies,
+            compressed_frequencies=self.compressed_frequencies,
+        )
+
+    def history(self, inputs: ForwardInputs) -> Tensor:
+        """Return the compressed ids that the memory layers hash."""
+        length = self.config.engram_max_ngram_size
+        return engram_history(inputs, self.token_map, length=length, pad_id=self.config.engram_pad_token_id)
+
+    def logits(self, streams: Tensor, pre: Tensor) -> Tensor:
+        """Return float32 [L, vocabulary] of the streams [L, M, D] behind the last layer."""
+        hidden = self.kernels.collapse_streams(streams, pre)
+        hidden = self.kernels.rms_norm(hidden, self.norm, epsilon=self.config.rms_norm_eps)
+        return self.kernels.linear(hidden, self.head, out_dtype=torch.float32)
+
+    def export_kv(
+        self, caches: Caches, *, slot: int, block_ids: dict[str, Tensor], num_tokens: int
+    ) -> tuple[KVPart, ...]:
+        """See `model_spec.Model`."""
+        return export_kv(caches, slot=slot, block_ids=block_ids, num_tokens=num_tokens)
+
+    def import_kv(
+        self,
+        caches: Caches,
+        *,
+        slot: int,
+        block_ids: dict[str, Tensor],
+        num_tokens: int,
+        parts: tuple[KVPart, ...],
+    ) -> None:
+        """See `model_spec.Model`."""
+        import_kv(caches, slot=slot, block_ids=block_ids, num_tokens=num_tokens, parts=parts)

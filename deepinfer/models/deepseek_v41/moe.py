@@ -1,0 +1,46 @@
+"""Mixture of experts: router, routed experts through the dispatcher, shared expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer.distributed.token_dispatcher import TokenDispatcher
+from deepinfer.kernels.registry import KernelSet
+from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.models.deepseek_v41.weight_types import MoeWeights, QuantizedLinear
+
+
+class MixtureOfExperts:
+    """The feed-forward part of one layer. The token's own rank adds the experts' rows in ascending expert id."""
+
+    def __init__(self, config: ModelConfig, weights: MoeWeights, kernels: KernelSet) -> None:
+        def prepare(linear: QuantizedLinear) -> object:
+            return kernels.quantized_linear.prepare(linear.weight, linear.scale)
+
+        experts, shared = weights.experts, weights.shared
+        self.kernels, self.limit = kernels, config.swiglu_limit
+        self.num_chosen, self.scale = config.num_experts_per_tok, config.routed_scaling_factor
+        self.router, self.bias = kernels.linear.prepare(weights.gate_weight), weights.gate_bias
+        self.experts = kernels.expert_mlp.prepare(
+            experts.w1, experts.w1_scale, experts.w3, experts.w3_scale, experts.w2, experts.w2_scale
+        )
+        self.shared_gate, self.shared_up, self.shared_down = prepare(shared.w1), prepare(shared.w3), prepare(shared.w2)
+
+    def __call__(self, hidden: Tensor, is_padding: Tensor, dispatcher: TokenDispatcher) -> Tensor:
+        """Return [T, D] from the normalised input `hidden` [T, D]; a collective of the expert-parallel group."""
+        kernels = self.kernels
+        logits = kernels.linear(hidden, self.router, out_dtype=torch.float32)
+        expert_ids, weights = kernels.route_tokens(logits, self.bias, num_chosen=self.num_chosen, scale=self.scale)
+        expert_ids = expert_ids.masked_fill(is_padding.unsqueeze(1), -1)
+        arrived = dispatcher.dispatch(hidden, expert_ids, weights)
+        rows = kernels.expert_mlp(
+            arrived.rows, arrived.weights, arrived.tokens_per_expert, self.experts, limit=self.limit
+        )
+        return kernels.combine_experts(dispatcher.combine(rows, arrived), self._shared(hidden))
+
+    def _shared(self, hidden: Tensor) -> Tensor:
+        kernels = self.kernels
+        gate = kernels.quantized_linear(hidden, self.shared_gate)
+        up = kernels.quantized_linear(hidden, self.shared_up)
+        return kernels.quantized_linear(kernels.swiglu(gate, up, limit=self.limit), self.shared_down)
