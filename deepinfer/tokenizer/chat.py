@@ -165,8 +165,8 @@ def _render(
     keep_reasoning: bool,
 ) -> list[Segment]:
     placeholder = keep_reasoning and not tools
-    definitions = [recipe.ToolDefinition(tool.name, tool.description, tool.parameters) for tool in tools]
     try:
+        definitions = [recipe.ToolDefinition(tool.name, tool.description, tool.parameters) for tool in tools]
         conversation = recipe.Conversation(
             [_vendor_message(message) for message in history],
             thinking_mode=thinking,

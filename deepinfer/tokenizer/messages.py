@@ -74,7 +74,7 @@ def _parse_message(message: object, path: str) -> ChatMessage:
     if role == "assistant":
         return _parse_assistant(message, path)
     task = message.get("task")
-    if task is not None and task not in TASK_TOKENS:
+    if task is not None and (not isinstance(task, str) or task not in TASK_TOKENS):
         raise invalid(f"{path}.task", f"is {task!r}; use one of {', '.join(TASK_TOKENS)}")
     call_id = message.get("tool_call_id")
     return ChatMessage(

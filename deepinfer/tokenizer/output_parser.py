@@ -26,6 +26,26 @@ class _State(enum.Enum):
     CALLS = enum.auto()
 
 
+class _NewlineHolder:
+    """Holds the newlines at the end of a text, which may turn out to be none of it; their number is enough."""
+
+    def __init__(self) -> None:
+        self._num_held = 0
+
+    def push(self, text: str) -> str:
+        """The text up to its final newlines."""
+        body = text.rstrip("\n")
+        shown = "\n" * self._num_held + body if body else ""
+        self._num_held = len(text) - len(body) + (0 if body else self._num_held)
+        return shown
+
+    def release(self) -> str:
+        """The held newlines, to be shown or forgotten."""
+        newlines = "\n" * self._num_held
+        self._num_held = 0
+        return newlines
+
+
 class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """What became certain since the last delta. `stopped`: a stop string has ended the answer."""
 
@@ -85,7 +105,8 @@ class OutputParser:
         self._calls = CallReader(tools or ())
         self._strips_reasoning = is_chat and not continues_prefix
         self._strips_content = is_chat and not (continues_prefix and self._state is _State.CONTENT)
-        self._held_newlines = ""
+        self._reasoning_newlines = _NewlineHolder()
+        self._content_newlines = _NewlineHolder()
         self._stop = StopMatcher(stop, include_stop=include_stop_str_in_output)
         self._num_reasoning_tokens = 0
         self._new_reasoning: list[str] = []
@@ -169,7 +190,7 @@ class OutputParser:
         if self._parses_tools:
             self._read_text(self._lexer.flush())
         if self._state is _State.REASONING and closes:
-            self._held_newlines = ""
+            self._reasoning_newlines.release()
             self._state = _State.CONTENT
         elif self._state is _State.CALLS and self._calls.in_value:
             self._read_text(THINK_CLOSE if closes else THINK_OPEN)
@@ -178,25 +199,24 @@ class OutputParser:
         if self._strips_reasoning:
             text = text.lstrip("\n")
             self._strips_reasoning = not text
-        text = self._held_newlines + text
-        shown = text.rstrip("\n")
-        self._held_newlines = text[len(shown) :]
-        self._new_reasoning.append(shown)
+        self._new_reasoning.append(self._reasoning_newlines.push(text))
 
     def _add_content(self, text: str) -> None:
         if self._strips_content:
             text = text.lstrip("\n")
             self._strips_content = not text
-        if not text:
-            return
-        num_newlines = _num_final_newlines(self._stop.held + text) if self._parses_tools else 0
-        self._new_content.append(self._stop.push(text, num_held_back=num_newlines))
+        self._show_content(self._stop.push(text))
+        if self._stop.stopped:
+            self._new_content.append(self._content_newlines.release())
+
+    def _show_content(self, text: str) -> None:
+        self._new_content.append(self._content_newlines.push(text) if self._parses_tools else text)
 
     def _end_text_before_calls(self) -> None:
         """Newlines before the calls belong to the markup."""
-        self._held_newlines = ""
-        self._stop.drop_held(_num_final_newlines(self._stop.held))
-        self._new_content.append(self._stop.flush())
+        self._show_content(self._stop.flush())
+        self._reasoning_newlines.release()
+        self._content_newlines.release()
 
     def _finish_text(self, *, ended: bool) -> None:
         held = self._lexer.flush()
@@ -210,8 +230,9 @@ class OutputParser:
             self._end_text_before_calls()
         else:
             self._read_text(held)
-        self._new_reasoning.append(self._held_newlines)
-        self._new_content.append(self._stop.flush())
+        self._new_reasoning.append(self._reasoning_newlines.release())
+        self._show_content(self._stop.flush())
+        self._new_content.append(self._content_newlines.release())
 
     def _take_delta(self) -> OutputDelta:
         reasoning, content = "".join(self._new_reasoning), "".join(self._new_content)
@@ -229,7 +250,3 @@ class OutputParser:
         for piece in self._pieces:
             arguments[piece.index].append(piece.arguments)
         return tuple(ParsedCall(name, "".join(parts)) for name, parts in zip(names, arguments, strict=True))
-
-
-def _num_final_newlines(text: str) -> int:
-    return len(text) - len(text.rstrip("\n"))

@@ -18,11 +18,8 @@ class StopMatcher:
         self._held = ""
         self.stopped = False
 
-    def push(self, text: str, *, num_held_back: int = 0) -> str:
-        """Text that is safe to show. After a match: all that remains of the text, and `stopped` is set.
-
-        At least the last `num_held_back` characters of all text so far stay held, if there is no match.
-        """
+    def push(self, text: str) -> str:
+        """Text that is safe to show. After a match: all that remains of the text, and `stopped` is set."""
         start_of_new = len(self._held)
         self._held += text
         match = self._first_match(start_of_new)
@@ -30,19 +27,9 @@ class StopMatcher:
             self.stopped = True
             shown, self._held = self._held[: match[1] if self._include_stop else match[0]], ""
             return shown
-        cut = max(0, len(self._held) - max(self._max_overlap, num_held_back))
+        cut = max(0, len(self._held) - self._max_overlap)
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
-
-    @property
-    def held(self) -> str:
-        """Text that was pushed and not yet shown."""
-        return self._held
-
-    def drop_held(self, num_characters: int) -> None:
-        """Forget the last characters of `held`: they turned out not to be content."""
-        assert num_characters <= len(self._held), (num_characters, len(self._held))
-        self._held = self._held[: len(self._held) - num_characters]
 
     def flush(self) -> str:
         """All held text: no more will come."""

@@ -10,6 +10,7 @@ import msgspec
 
 from deepinfer.errors import RequestError
 
+MAX_NESTING = 100  # the vendor's package stops at 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]+")
 _FUNCTION_KEYS = {"name", "description", "parameters", "strict"}
 
@@ -97,11 +98,19 @@ def check_text(value: object, param: str) -> str:
 
 
 def check_json(value: object, param: str) -> None:
-    """Refuse what has no JSON form: other types, NaN, lone surrogates, endless nesting."""
+    """Refuse what has no JSON form (other types, NaN, lone surrogates) and nesting beyond `MAX_NESTING`."""
+    _check_nesting(value, param, MAX_NESTING)
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise invalid(param, f"is no valid JSON ({error})") from error
+
+
+def _check_nesting(value: object, param: str, depth: int) -> None:
+    if depth == 0:
+        raise invalid(param, f"is nested deeper than {MAX_NESTING} levels; flatten it")
+    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        _check_nesting(entry, param, depth - 1)
 
 
 def refuse_unknown_keys(value: dict[Any, Any], known: set[str], path: str) -> None:
