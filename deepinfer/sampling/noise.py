@@ -1,29 +1,20 @@
-"""Which random number decides what: the purposes of noise, and the seeds of a request's samples."""
+"""Which random number decides what: the purpose of noise, and the seeds of a request's samples.
+
+A kind of decision that must be independent of the token draw at the same position takes a purpose of its own; two that
+share words correlate.
+"""
 
 from __future__ import annotations
-
-import enum
 
 import torch
 from torch import Tensor
 
 from deepinfer.kernels.reference.sampling import philox
 
+TOKEN_PURPOSE = 0
 _SAMPLE_SEED_WORD = 0x5EED
 _WORD = 0xFFFFFFFF
 _SEED_MASK = 2**63 - 1
-
-
-class Purpose(enum.IntEnum):
-    """Independent streams of noise at one position; two decisions never share words, or they would correlate.
-
-    Under shared-noise verification a draft uses `TOKEN` too, on purpose: it guesses the target's very draw.
-    """
-
-    TOKEN = 0
-    DRAFT = 1
-    ACCEPT = 2
-    RESIDUAL = 3
 
 
 def derived_seeds(seeds: Tensor, samples: Tensor) -> Tensor:

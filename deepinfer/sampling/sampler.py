@@ -16,7 +16,7 @@ from torch import Tensor
 from deepinfer.kernels.reference.sampling import gumbel_argmax
 from deepinfer.protocol import LogprobColumns
 from deepinfer.sampling.logprobs import token_logprobs
-from deepinfer.sampling.noise import Purpose, derived_seeds
+from deepinfer.sampling.noise import TOKEN_PURPOSE, derived_seeds
 from deepinfer.sampling.processors import apply_rules, truncate
 from deepinfer.sampling.state import SamplingState
 
@@ -63,20 +63,6 @@ def sample(
     return Sampled(token_ids=token_ids, logprobs=logprobs, failed=failed, fell_back=fell_back & ~failed)
 
 
-def draw_draft(logits: Tensor, *, slots: Tensor, samples: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
-    """Guess what `sample` will choose at `positions` from a draft's `logits` [R, V] float32: same noise, no rules.
-
-    Returns [R] int64; 0 for unusable rows. Rules and truncation are the target's business: a draft may be wrong.
-    """
-    failed = unusable_rows(logits)
-    scores = logits.masked_fill(failed[:, None], 0.0)
-    token_ids = scores.argmax(dim=1)
-    rows = (~state.greedy[slots]).nonzero().flatten()
-    if len(rows):
-        token_ids[rows] = _draw(_tempered(scores, rows, slots, state), rows, slots, samples, positions, state)
-    return token_ids
-
-
 def unusable_rows(logits: Tensor) -> Tensor:
     """Return [R] bool: rows with a NaN or +inf anywhere, or -inf everywhere; their request has to fail."""
     return ~logits.amax(dim=1).isfinite()
@@ -114,23 +100,13 @@ def _choose(
     token_ids = scores.argmax(dim=1)
     rows = (~state.greedy[slots] & ~failed).nonzero().flatten()
     if len(rows):
-        tempered = _tempered(scores, rows, slots, state)
+        owners = slots[rows]
+        tempered = scores[rows] / state.temperatures[owners][:, None]
         if state.truncating:
-            owners = slots[rows]
             truncate(tempered, top_k=state.top_k[owners], top_p=state.top_p[owners], log_min_p=state.log_min_p[owners])
-        token_ids[rows] = _draw(tempered, rows, slots, samples, positions, state)
+        seeds = derived_seeds(state.seeds[owners], samples[rows])
+        token_ids[rows] = gumbel_argmax(tempered, seeds, positions[rows], purpose=TOKEN_PURPOSE)
     return token_ids
-
-
-def _tempered(scores: Tensor, rows: Tensor, slots: Tensor, state: SamplingState) -> Tensor:
-    return scores[rows] / state.temperatures[slots[rows]][:, None]
-
-
-def _draw(
-    tempered: Tensor, rows: Tensor, slots: Tensor, samples: Tensor, positions: Tensor, state: SamplingState
-) -> Tensor:
-    seeds = derived_seeds(state.seeds[slots[rows]], samples[rows])
-    return gumbel_argmax(tempered, seeds, positions[rows], purpose=Purpose.TOKEN)
 
 
 def _collect_logprobs(

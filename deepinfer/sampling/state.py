@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.protocol import SamplingParams
-from deepinfer.scheduler.sampling_params import is_greedy
+from deepinfer.scheduler.sampling_params import is_greedy, stop_ids
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,14 +117,13 @@ class SamplingState:
             banned = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device)
             banned[self._ids(params.allowed_token_ids)] = False
         bias = params.logit_bias or {}
-        stop_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, self.eos_token_id)
         return ScoreRules(
             num_prompt_tokens=num_prompt_tokens,
             banned=banned,
             bias_ids=self._ids(tuple(bias)),
             bias_values=torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device),
             min_tokens=params.min_tokens,
-            stop_ids=self._ids(stop_ids),
+            stop_ids=self._ids(stop_ids(params, self.eos_token_id)),
             repetition_penalty=params.repetition_penalty,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,

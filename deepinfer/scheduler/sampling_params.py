@@ -85,6 +85,11 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < GREEDY_BELOW
 
 
+def stop_ids(params: SamplingParams, eos_token_id: int) -> tuple[int, ...]:
+    """Return the token ids that end a sequence once `min_tokens` output tokens stand before them."""
+    return params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, eos_token_id)
+
+
 def resolve_seed(params: SamplingParams, draw: Callable[[], int]) -> SamplingParams:
     """Return `params` with a seed: its own, or one from `draw()`, which gives 63 random bits."""
     if params.seq_seed is not None:

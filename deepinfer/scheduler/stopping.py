@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from deepinfer.protocol import FinishCode, SamplingParams
+from deepinfer.scheduler.sampling_params import stop_ids
 from deepinfer.scheduler.step_plan import Int32Array
 
 
@@ -36,10 +37,10 @@ class StopDecision(NamedTuple):
 class StopChecker:
     """Decides the end of one sequence from its committed tokens.
 
-    STOP: the end-of-sequence id (unless `ignore_eos`), one of `stop_token_ids`, or the token that completes a stop
-    string. The ids count only behind `min_tokens` output tokens. LENGTH: `max_tokens` output tokens, or `max_model_len`
+    STOP: the end-of-sequence id (unless `ignore_eos`) or one of `stop_token_ids`, with at least `min_tokens` output
+    tokens before it; or the token that completes a stop string. LENGTH: `max_tokens` output tokens, or `max_model_len`
     tokens in all. STOP wins where both hold. The token that ends a sequence stays among its token ids, counts in its
-    usage and has its log-probability; text leaves it out (special tokens are skipped, stop strings cut off).
+    usage and has its log-probability; text leaves it out.
     """
 
     def __init__(
@@ -56,9 +57,7 @@ class StopChecker:
 
         `build_reader` is needed, and called, only when there are stop strings.
         """
-        self._stop_ids = frozenset(
-            params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, eos_token_id)
-        )
+        self._stop_ids = frozenset(stop_ids(params, eos_token_id))
         self._min_tokens = params.min_tokens
         self._max_output = min(params.max_tokens, max_model_len - num_prompt_tokens)
         self._num_output = len(output_token_ids)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepinfer.kernels.reference.sampling import gumbel_argmax, gumbel_noise, noise_words, philox
-from deepinfer.sampling.noise import Purpose, derived_seeds
+from deepinfer.sampling.noise import TOKEN_PURPOSE, derived_seeds
 from deepinfer.scheduler.sampling_params import derived_seed
 
 VECTORS = [
@@ -75,9 +75,9 @@ def test_a_draw_is_the_same_alone_and_among_others() -> None:
     scores = torch.randn(300, 1001, generator=generator)  # more rows than one chunk
     seeds = torch.randint(0, 2**62, (300,), generator=generator)
     positions = torch.randint(0, 2**20, (300,), generator=generator)
-    together = gumbel_argmax(scores, seeds, positions, purpose=Purpose.TOKEN)
+    together = gumbel_argmax(scores, seeds, positions, purpose=TOKEN_PURPOSE)
     alone = [
-        gumbel_argmax(scores[r : r + 1], seeds[r : r + 1], positions[r : r + 1], purpose=Purpose.TOKEN)
+        gumbel_argmax(scores[r : r + 1], seeds[r : r + 1], positions[r : r + 1], purpose=TOKEN_PURPOSE)
         for r in range(300)
     ]
     assert torch.equal(together, torch.cat(alone))
@@ -86,5 +86,5 @@ def test_a_draw_is_the_same_alone_and_among_others() -> None:
 def test_one_remaining_id_is_drawn() -> None:
     scores = torch.full((64, 50), -torch.inf)
     scores[:, 33] = -1e30
-    drawn = gumbel_argmax(scores, torch.arange(64), torch.arange(64), purpose=Purpose.TOKEN)
+    drawn = gumbel_argmax(scores, torch.arange(64), torch.arange(64), purpose=TOKEN_PURPOSE)
     assert drawn.tolist() == [33] * 64

@@ -52,8 +52,8 @@ def test_ignored_eos_is_an_ordinary_token_for_min_tokens() -> None:
 
 
 def test_repetition_counts_prompt_and_output() -> None:
-    row = _rules([2, -2, 2, -2, 2, 0], prompt=[0, 0, 1], output=[2, 3, 5], repetition_penalty=2.0)
-    assert row == [1, -4, 1, -4, 2, 0]
+    row = _rules([2, -2, 0.5, -0.5, 2, 0], prompt=[0, 0, 1], output=[2, 3, 5], repetition_penalty=2.0)
+    assert row == [1, -4, 0.25, -1, 2, 0]
 
 
 def test_presence_and_frequency_count_output_only() -> None:

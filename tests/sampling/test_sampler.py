@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.protocol import SamplingParams
-from deepinfer.sampling.sampler import Sampled, draw_draft, sample
+from deepinfer.sampling.sampler import Sampled, sample
 from deepinfer.sampling.state import SamplingState
 from deepinfer.scheduler.sampling_params import derived_seed
 from tests.sampling.sampling_case import EOS, MAX_LEN, Batch
@@ -240,19 +240,3 @@ def test_positions_are_independent_draws() -> None:
     pairs = torch.bincount(rows[0::2] * 7 + rows[1::2], minlength=49).double()
     expected = NUM_POSITIONS / 2 / 49
     assert float(((pairs - expected) ** 2 / expected).sum()) < 84.0
-
-
-def test_a_draft_with_the_same_logits_guesses_the_token() -> None:
-    batch, logits, slots, positions, samples = _mixed_batch()
-    plain = [0, 1, 11]  # rows of slots without rules or truncation
-    target = batch.sample(logits, slots, positions, samples).token_ids
-    logits[5] = math.nan
-    draft = draw_draft(
-        logits,
-        slots=torch.tensor(slots),
-        samples=torch.tensor(samples),
-        positions=torch.tensor(positions),
-        state=batch.state,
-    )
-    assert draft[plain].tolist() == target[plain].tolist()
-    assert 0 <= int(draft[5]) < 317

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deepinfer.protocol import FinishCode, SamplingParams
+from deepinfer.protocol import FinishCode, OutputFormat, SamplingParams
 from deepinfer.scheduler.stopping import StopChecker, StopDecision
+from deepinfer.tokenizer import OutputParser, Tokenizer
 
 EOS = 1
 
@@ -109,3 +111,22 @@ def test_a_reader_is_built_only_for_stop_strings() -> None:
         raise AssertionError("not needed")
 
     StopChecker(SamplingParams(), eos_token_id=EOS, num_prompt_tokens=1, max_model_len=9, build_reader=build).check([4])
+
+
+@pytest.mark.parametrize("stop", ["lo w", "o", "world"])
+def test_the_tokens_reader_finds_stop_strings(stop: str) -> None:
+    """With the class that the client uses as well: the run is cut at the token that completes the stop string."""
+    tokenizer = Tokenizer.from_directory(Path(__file__).parents[1] / "golden" / "w16")
+    token_ids = tokenizer.encode_text("hello world, hello")
+    params = SamplingParams(stop=(stop,), max_tokens=100)
+    checker = StopChecker(
+        params,
+        eos_token_id=tokenizer.eos_token_id,
+        num_prompt_tokens=1,
+        max_model_len=100,
+        build_reader=lambda: OutputParser(tokenizer, OutputFormat(), stop=params.stop),
+    )
+    num_kept, code = checker.check(token_ids)
+    assert code is FinishCode.STOP
+    assert stop in tokenizer.decode(token_ids[:num_kept])
+    assert stop not in tokenizer.decode(token_ids[: num_kept - 1])
