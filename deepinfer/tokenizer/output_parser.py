@@ -220,6 +220,8 @@ class OutputParser:
 
     def _finish_text(self, *, ended: bool) -> None:
         held = self._lexer.flush()
+        if MARK not in held:
+            self._read_text(held)
         if self._state is _State.CALLS:
             if ended:
                 self._calls.complete()
@@ -228,8 +230,6 @@ class OutputParser:
             return
         if MARK in held:
             self._end_text_before_calls()
-        else:
-            self._read_text(held)
         self._new_reasoning.append(self._reasoning_newlines.release())
         self._show_content(self._stop.flush())
         self._new_content.append(self._content_newlines.release())

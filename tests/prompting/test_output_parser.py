@@ -166,6 +166,7 @@ def test_lone_wrapper_is_unwrapped(tokenizer: Tokenizer) -> None:
 def test_cut_calls_stay_open(tokenizer: Tokenizer) -> None:
     whole = f'<{DSML} calls>\n<{DSML} invoke name="search">\n<{DSML} parameter name="query" string="true">a'
     assert calls_of(tokenizer, whole, finish="length") == ("", [("search", '{"query": "a')])
+    assert calls_of(tokenizer, f"{whole}<", finish="length") == ("", [("search", '{"query": "a<')])
     begun = whole.removesuffix(' string="true">a')
     assert calls_of(tokenizer, begun, finish="length") == ("", [("search", '{"query": ')])
     unmarked = whole.replace(' string="true"', "")
