@@ -11,10 +11,9 @@ rank that has seen it keeps the group awake until the rank with the work has too
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import msgspec
 
@@ -37,9 +36,8 @@ from deepinfer.protocol import (
 )
 from deepinfer.scheduler.load_balancer import DecodeCapacity, LoadBalancer
 from deepinfer.scheduler.logprob_columns import slice_logprobs
-from deepinfer.scheduler.request_state import Job, Phase, RequestState, SampleState, Trip, error_output
-
-Role = Literal["prefill", "decode"]
+from deepinfer.scheduler.request_book import RequestBook, Role, SchedulerCounts
+from deepinfer.scheduler.request_state import Job, Phase, SampleState, Trip
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,21 +48,6 @@ class OutgoingBatch:
     rank: int
     batch: PrefillBatch | DecodeBatch
     buffers: tuple[object, ...] = ()
-
-
-@dataclass(slots=True)
-class SchedulerCounts:
-    """Sequences by phase, and totals since the start (`num_finished` and `num_failed` count requests)."""
-
-    num_waiting: int = 0
-    num_prefilling: int = 0
-    num_prefilled: int = 0
-    num_decoding: int = 0
-    num_finished: int = 0
-    num_failed: int = 0
-    num_preempted: int = 0
-    num_replayed: int = 0
-    kv_bytes_in_flight: int = 0
 
 
 class BatchScheduler:
@@ -90,29 +73,19 @@ class BatchScheduler:
         self._config = config
         self._groups = groups
         self._draw_seed = draw_seed
-        self._max_attempts = max_attempts
         self._max_expected_output_tokens = max_expected_output_tokens
         self._balancer = LoadBalancer(groups=groups, prefill_ranks=prefill_ranks, decode_ranks=decode_ranks)
-        self._jobs: dict[str, Job] = {}
-        self._samples: dict[int, SampleState] = {}  # every unfinished sequence, by index
-        self._trips: dict[int, Trip] = {}  # trips that are not decoding yet, by the index of their request
-        self._waiting: list[tuple[int, int]] = []  # heap of (-priority, index); entries of ended trips are skipped
+        self._book = RequestBook(self._balancer, max_attempts=max_attempts)
         self._handovers: list[Trip] = []
-        self._aborts: dict[Role, defaultdict[int, list[int]]] = {
-            "prefill": defaultdict(list),
-            "decode": defaultdict(list),
-        }
         self._is_lost: dict[Role, bool] = {"prefill": False, "decode": False}
         self._wake_ids: dict[Role, int] = {"prefill": 0, "decode": 0}
-        self._next_index = 0
         self._next_batch_id = 0
-        self._totals = SchedulerCounts()
 
     # Jobs
 
     def submit(self, job_id: str, request: Request) -> None:
         """Take a new request. RequestError when its id is in use in this job, or no rank could ever hold it."""
-        job = self._jobs.setdefault(job_id, Job())
+        job = self._book.jobs.setdefault(job_id, Job())
         if request.request_id in job.requests:
             text = f"request id {request.request_id!r} belongs to a request that is still running; use another id"
             raise RequestError(text, code="duplicate_request_id", param="request_id")
@@ -125,33 +98,27 @@ class BatchScheduler:
         if request.sampling.seq_seed is None:
             sampling = msgspec.structs.replace(request.sampling, seq_seed=self._draw_seed())
             request = msgspec.structs.replace(request, sampling=sampling)
-        request = msgspec.structs.replace(request, index=self._next_index)
-        self._next_index += request.num_samples
-        owner = RequestState(job_id, request, set(range(request.index, self._next_index)))
-        job.requests[request.request_id] = owner
-        trip = Trip(request, num_attempts=1)
-        for sample in range(request.num_samples):
-            index = request.index + sample
-            self._samples[index] = SampleState(index, sample, owner, trip)
-        self._enqueue(trip)
+        self._book.add(job_id, request)
 
     def abort(self, job_id: str, request_ids: Iterable[str]) -> None:
         """Give up requests: nothing more is heard of them. Unknown ids are left alone."""
-        job = self._jobs.get(job_id)
-        for request_id in request_ids if job is not None else ():
+        job = self._book.jobs.get(job_id)
+        if job is None:
+            return
+        for request_id in request_ids:
             owner = job.requests.get(request_id)
             if owner is not None:
-                self._drop(owner)
+                self._book.drop(owner)
 
     def drop_job(self, job_id: str) -> None:
         """Give up all requests of a job and forget it."""
-        if job_id in self._jobs:
-            self.abort(job_id, list(self._jobs[job_id].requests))
-            del self._jobs[job_id]
+        if job_id in self._book.jobs:
+            self.abort(job_id, list(self._book.jobs[job_id].requests))
+            del self._book.jobs[job_id]
 
     def take_outputs(self, job_id: str) -> tuple[RequestOutput, ...]:
         """Return what happened to a job's requests since the last call."""
-        job = self._jobs.get(job_id)
+        job = self._book.jobs.get(job_id)
         if job is None:
             return ()
         outputs = [*job.outputs, *(sample.take_output(FinishCode.NONE) for sample in job.unsent.values())]
@@ -161,19 +128,12 @@ class BatchScheduler:
 
     def capacity(self, job_id: str) -> int:
         """Return how many more requests a job may submit."""
-        job = self._jobs.get(job_id)
+        job = self._book.jobs.get(job_id)
         return self._config.max_in_flight - (len(job.requests) if job is not None else 0)
 
     def counts(self) -> SchedulerCounts:
         """Return the present counts, for status and metrics."""
-        phases = Counter(sample.trip.phase for sample in self._samples.values())
-        return replace(
-            self._totals,
-            num_waiting=phases[Phase.WAITING],
-            num_prefilling=phases[Phase.PREFILLING],
-            num_prefilled=phases[Phase.PREFILLED],
-            num_decoding=phases[Phase.DECODING],
-        )
+        return self._book.counts()
 
     # Batches out
 
@@ -187,7 +147,7 @@ class BatchScheduler:
                     batch_id=self._new_batch_id(),
                     wake_id=self._wake_ids["prefill"],
                     requests=tuple(trip.request for trip in started.get(rank, ())),
-                    aborted_indexes=pack(self._aborts["prefill"].pop(rank, ())),
+                    aborted_indexes=pack(self._book.aborts["prefill"].pop(rank, ())),
                 )
                 batches.append(OutgoingBatch("prefill", rank, prefill_batch))
         if not self._is_lost["decode"]:
@@ -198,7 +158,7 @@ class BatchScheduler:
                     batch_id=self._new_batch_id(),
                     wake_id=self._wake_ids["decode"],
                     admitted=tuple(trip.admitted for trip in trips if trip.admitted is not None),
-                    aborted_indexes=pack(self._aborts["decode"].pop(rank, ())),
+                    aborted_indexes=pack(self._book.aborts["decode"].pop(rank, ())),
                 )
                 buffers = tuple(trip.buffer for trip in trips)
                 batches.append(OutgoingBatch("decode", rank, decode_batch, buffers))
@@ -208,7 +168,7 @@ class BatchScheduler:
 
     def _ranks_to_call(self, role: Role, ranks: list[int], work: Mapping[int, list[Trip]]) -> list[int]:
         if not work:
-            return sorted(self._aborts[role])
+            return sorted(self._book.aborts[role])
         self._wake_ids[role] += 1
         return ranks
 
@@ -219,18 +179,18 @@ class BatchScheduler:
     def _start_waiting(self) -> dict[int, list[Trip]]:
         """Start waiting trips in order while there is room; returns them by prefill rank."""
         started: defaultdict[int, list[Trip]] = defaultdict(list)
-        while self._waiting:
-            trip = self._trips.get(self._waiting[0][1])
+        while self._book.waiting:
+            trip = self._book.trips.get(self._book.waiting[0][1])
             if trip is not None and trip.phase is Phase.WAITING:
                 if not self._start(trip):
                     break
                 started[trip.prefill_rank].append(trip)
-            heapq.heappop(self._waiting)
+            heapq.heappop(self._book.waiting)
         return started
 
     def _start(self, trip: Trip) -> bool:
         kv_bytes = sum(group.num_blocks_for(trip.num_tokens) * group.bytes_per_block for group in self._groups)
-        in_flight = self._totals.kv_bytes_in_flight
+        in_flight = self._book.totals.kv_bytes_in_flight
         if in_flight and in_flight + kv_bytes > self._config.max_kv_bytes_in_flight:
             return False
         reserved = self._balancer.reserve(trip.request, trip.num_tokens, self._max_expected_output_tokens)
@@ -241,7 +201,7 @@ class BatchScheduler:
         trip.phase = Phase.PREFILLING
         trip.num_unsettled = trip.request.num_samples
         self._balancer.start_prefill(trip.prefill_rank, trip.num_tokens)
-        self._set_kv_bytes(trip, kv_bytes)
+        self._book.set_kv_bytes(trip, kv_bytes)
         return True
 
     def _start_decoding(self) -> dict[int, list[Trip]]:
@@ -250,7 +210,7 @@ class BatchScheduler:
         for trip in self._handovers:
             if trip.phase is Phase.PREFILLED:
                 trip.phase = Phase.DECODING
-                del self._trips[trip.request.index]
+                del self._book.trips[trip.request.index]
                 handed_over[trip.decode_rank].append(trip)
         self._handovers.clear()
         return handed_over
@@ -268,7 +228,7 @@ class BatchScheduler:
         for failure in result.failures:
             trip = self._prefilling_trip(rank, failure.index)
             if trip is not None:
-                self._retry(trip, failure)
+                self._book.retry(trip, failure)
 
     def on_decode_result(self, rank: int, result: DecodeResult) -> None:
         """Take tokens, ends, preemptions and failures of a decode rank."""
@@ -291,10 +251,10 @@ class BatchScheduler:
             sample = self._decoding_sample(rank, failure.index)
             if sample is None:
                 continue
-            if self._may_retry(sample.trip, failure):
-                self._replay(sample, sample.trip.num_attempts + 1)
+            if self._book.may_retry(sample.trip, failure):
+                self._book.replay(sample, sample.trip.num_attempts + 1)
             else:
-                self._fail(sample.owner, failure)
+                self._book.fail(sample.owner, failure)
         self._balancer.report(rank, result.load, len(codes) - codes.count(0))
 
     def on_group_lost(self, role: Role, reason: str) -> int:
@@ -305,7 +265,7 @@ class BatchScheduler:
         """
         self._is_lost[role] = True
         phases = (Phase.DECODING,) if role == "decode" else (Phase.PREFILLING, Phase.PREFILLED)
-        lost = {sample.trip: sample for sample in self._samples.values() if sample.trip.phase in phases}
+        lost = {sample.trip: sample for sample in self._book.samples.values() if sample.trip.phase in phases}
         for trip, sample in lost.items():
             failure = RequestFailure(
                 request_id=sample.owner.request.request_id,
@@ -314,8 +274,8 @@ class BatchScheduler:
                 text=f"the {role} group was lost: {reason}",
                 retryable=True,
             )
-            self._retry(trip, failure)
-        self._aborts[role].clear()
+            self._book.retry(trip, failure)
+        self._book.aborts[role].clear()
         return len(lost)
 
     def on_group_ready(self, role: Role) -> None:
@@ -323,20 +283,20 @@ class BatchScheduler:
         self._is_lost[role] = False
 
     def _prefilling_trip(self, rank: int, index: int) -> Trip | None:
-        trip = self._trips.get(index)
+        trip = self._book.trips.get(index)
         if trip is None or trip.phase is not Phase.PREFILLING or trip.prefill_rank != rank:
             return None
         return trip
 
     def _decoding_sample(self, rank: int, index: int) -> SampleState | None:
         """Return a sequence that is decoding on `rank`; from now on the rank's reports show it."""
-        sample = self._samples.get(index)
+        sample = self._book.samples.get(index)
         if sample is None or sample.trip.phase is not Phase.DECODING or sample.trip.decode_rank != rank:
             return None
         if not sample.is_settled:
             sample.is_settled = True
             self._balancer.settle(rank, sample.trip.blocks_per_sequence)
-            self._settle(sample.trip)
+            self._book.settle(sample.trip)
         return sample
 
     def _take_prefilled(self, trip: Trip, item: PrefilledRequest, buffer: object) -> None:
@@ -345,7 +305,7 @@ class BatchScheduler:
         codes = unpack_codes(item.finish_codes).tolist()
         going_on = [place for place, code in enumerate(codes) if code == FinishCode.NONE]
         if item.kv is not None:
-            self._set_kv_bytes(trip, item.kv.nbytes)
+            self._book.set_kv_bytes(trip, item.kv.nbytes)
             trip.admitted = AdmittedRequest(
                 request=trip.request,
                 sample_offsets=pack(going_on),
@@ -356,13 +316,13 @@ class BatchScheduler:
             self._handovers.append(trip)
         else:
             assert not going_on, f"request {item.request_id!r} goes on without a hand-over"
-            del self._trips[trip.request.index]
-        owner = self._samples[trip.request.index].owner
+            del self._book.trips[trip.request.index]
+        owner = self._book.samples[trip.request.index].owner
         owner.num_cached_tokens = item.num_cached_tokens
         if item.prompt_logprobs is not None:
             owner.add_prompt_logprobs(item.prompt_logprobs)
         for place, code in enumerate(codes):
-            sample = self._samples.get(trip.request.index + place)
+            sample = self._book.samples.get(trip.request.index + place)
             if sample is not None:
                 columns = item.first_logprobs
                 columns = slice_logprobs(columns, place, place + 1) if columns is not None else None
@@ -377,113 +337,14 @@ class BatchScheduler:
         if owner.num_logprob_bytes > self._config.max_logprob_bytes:
             text = f"log-probabilities above scheduler.max_logprob_bytes ({self._config.max_logprob_bytes}); ask fewer"
             request_id = owner.request.request_id
-            self._fail(
+            self._book.fail(
                 owner,
                 RequestFailure(request_id=request_id, index=sample.index, kind="logprobs_too_large", text=text),
             )
         elif code is FinishCode.PREEMPTED:
-            self._totals.num_preempted += 1
-            self._replay(sample, sample.trip.num_attempts)
+            self._book.totals.num_preempted += 1
+            self._book.replay(sample, sample.trip.num_attempts)
         elif code is not FinishCode.NONE:
-            self._finish(sample, code)
+            self._book.finish(sample, code)
         elif owner.request.stream:
-            self._jobs[owner.job_id].unsent[sample.index] = sample
-
-    # Life of requests
-
-    def _enqueue(self, trip: Trip) -> None:
-        self._trips[trip.request.index] = trip
-        heapq.heappush(self._waiting, (-trip.request.priority, trip.request.index))
-
-    def _finish(self, sample: SampleState, code: FinishCode) -> None:
-        owner = sample.owner
-        job = self._jobs[owner.job_id]
-        job.outputs.append(sample.take_output(code))
-        job.unsent.pop(sample.index, None)
-        self._leave_trip(sample)
-        del self._samples[sample.index]
-        owner.open_indexes.remove(sample.index)
-        if not owner.open_indexes:
-            self._totals.num_finished += 1
-            del job.requests[owner.request.request_id]
-
-    def _fail(self, owner: RequestState, failure: RequestFailure) -> None:
-        self._totals.num_failed += 1
-        self._jobs[owner.job_id].outputs.append(error_output(owner.request, failure))
-        self._drop(owner)
-
-    def _drop(self, owner: RequestState) -> None:
-        """Forget a request wherever its sequences are."""
-        job = self._jobs[owner.job_id]
-        del job.requests[owner.request.request_id]
-        for index in owner.open_indexes:
-            sample = self._samples.pop(index)
-            trip = sample.trip
-            job.unsent.pop(index, None)
-            if trip.phase is Phase.DECODING:
-                self._aborts["decode"][trip.decode_rank].append(index)
-            elif trip.phase is Phase.PREFILLING:
-                self._aborts["prefill"][trip.prefill_rank].append(trip.request.index)
-            self._leave_trip(sample)
-            self._end_before_decode(trip)
-
-    def _may_retry(self, trip: Trip, failure: RequestFailure) -> bool:
-        return failure.retryable and trip.num_attempts < self._max_attempts
-
-    def _retry(self, trip: Trip, failure: RequestFailure) -> None:
-        """All sequences of a trip have lost their place: send them again, or fail their request."""
-        indexes = range(trip.request.index, trip.request.index + trip.request.num_samples)
-        samples = [self._samples[index] for index in indexes if index in self._samples]
-        samples = [sample for sample in samples if sample.trip is trip]
-        if not samples:
-            return  # another trip of the same request has failed it
-        if not self._may_retry(trip, failure):
-            self._fail(samples[0].owner, failure)
-            return
-        was_prefilling = trip.phase is Phase.PREFILLING
-        self._end_before_decode(trip)
-        if not was_prefilling:
-            for sample in samples:
-                self._replay(sample, trip.num_attempts + 1)
-            return
-        self._totals.num_replayed += 1
-        again = Trip(trip.request, num_attempts=trip.num_attempts + 1)
-        for sample in samples:
-            self._leave_trip(sample)
-            sample.trip = again
-        self._enqueue(again)
-
-    def _replay(self, sample: SampleState, num_attempts: int) -> None:
-        """Send a sequence with its output so far on a trip of its own."""
-        self._totals.num_replayed += 1
-        self._leave_trip(sample)
-        sample.trip = Trip(sample.replay_request(), num_attempts)
-        self._enqueue(sample.trip)
-
-    def _end_before_decode(self, trip: Trip) -> None:
-        """Take a trip that is not decoding out of the books; again, or for a decoding one, does nothing."""
-        if self._trips.get(trip.request.index) is trip:
-            del self._trips[trip.request.index]
-            if trip.phase is Phase.PREFILLING:
-                self._balancer.end_prefill(trip.prefill_rank, trip.num_tokens)
-            trip.phase = Phase.OVER
-
-    def _leave_trip(self, sample: SampleState) -> None:
-        """Free what is reserved for a sequence, if its trip has started."""
-        trip = sample.trip
-        if trip.decode_rank < 0:
-            return
-        self._balancer.free(trip.decode_rank, trip.blocks_per_sequence, is_settled=sample.is_settled)
-        if not sample.is_settled:
-            self._settle(trip)
-        sample.is_settled = False
-
-    def _settle(self, trip: Trip) -> None:
-        """One more sequence needs the hand-over buffer no longer; after the last one its bytes don't count."""
-        trip.num_unsettled -= 1
-        if trip.num_unsettled == 0:
-            self._set_kv_bytes(trip, 0)
-
-    def _set_kv_bytes(self, trip: Trip, kv_bytes: int) -> None:
-        self._totals.kv_bytes_in_flight += kv_bytes - trip.kv_bytes
-        trip.kv_bytes = kv_bytes
+            self._book.jobs[owner.job_id].unsent[sample.index] = sample
