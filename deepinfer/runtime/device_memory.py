@@ -1,0 +1,71 @@
+"""How many cache blocks and slots a rank gets from the memory it may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from deepinfer.config import CacheConfig
+from deepinfer.errors import ConfigError
+from deepinfer.kv_cache.kv_groups import KVGroup
+from deepinfer.platforms.platform import Platform
+from deepinfer.runtime.slot_table import TOKEN_BYTES
+
+_CPU_DEFAULT_BYTES: Final = 256 * 1024 * 1024
+_BLOCK_ID_BYTES: Final = 8
+
+
+@dataclass(slots=True, frozen=True)
+class CacheSize:
+    """Blocks per paged group and slots, both with the padding entry 0; `num_bytes` they take in all."""
+
+    num_blocks: dict[str, int]
+    num_slots: int
+    num_bytes: int
+
+
+def cache_budget(config: CacheConfig, platform: Platform) -> int:
+    """Return the bytes for caches and slot table: as configured, else 256 MiB on a CPU, else a share of what is free.
+
+    Call it after the weights are loaded. Raises ConfigError when a configured size is not free.
+    """
+    free_bytes = platform.memory_info().free_bytes
+    if config.memory_bytes is None:
+        return (
+            min(_CPU_DEFAULT_BYTES, free_bytes) if platform.name == "cpu" else int(free_bytes * config.memory_fraction)
+        )
+    if config.memory_bytes > free_bytes:
+        message = f"{config.memory_bytes} bytes are asked for, {free_bytes} are free"
+        raise ConfigError(message, path="cache.memory_bytes")
+    return config.memory_bytes
+
+
+def size_caches(groups: tuple[KVGroup, ...], *, budget_bytes: int, max_running: int, max_model_len: int) -> CacheSize:
+    """Return as many blocks as the budget holds, and no more than `max_running` longest sequences need.
+
+    Slots come first: one per running sequence, with its blocks in "sequence" groups and its rows of the slot table.
+    Raises ConfigError unless one sequence of `max_model_len` tokens fits.
+    """
+    paged = [group for group in groups if group.kind == "paged"]
+    num_slots = max_running + 1
+    slot_bytes = _bytes_per_slot(groups, max_model_len) * num_slots
+    padding_bytes = sum(group.bytes_per_block for group in paged)
+    sequence_bytes = sum(group.bytes_per_block * group.num_blocks_for(max_model_len) for group in paged)
+    needed = slot_bytes + padding_bytes + sequence_bytes
+    if needed > budget_bytes:
+        raise ConfigError(
+            f"{needed} bytes are needed for {max_running} slots and one sequence of {max_model_len} tokens, "
+            f"{budget_bytes} are there; raise cache.memory_bytes, or lower model.max_model_len or max_running",
+            path="cache.memory_bytes",
+        )
+    # Longest sequences that fit, with a fraction: every paged group gets room for the same number of tokens.
+    num_sequences = min((budget_bytes - slot_bytes - padding_bytes) / max(1, sequence_bytes), max_running)
+    num_blocks = {group.name: 1 + int(num_sequences * group.num_blocks_for(max_model_len)) for group in paged}
+    num_bytes = slot_bytes + sum(group.bytes_per_block * num_blocks[group.name] for group in paged)
+    return CacheSize(num_blocks, num_slots, num_bytes)
+
+
+def _bytes_per_slot(groups: tuple[KVGroup, ...], max_model_len: int) -> int:
+    rings = sum(group.bytes_per_block for group in groups if group.kind == "sequence")
+    tables = sum(group.num_blocks_for(max_model_len) for group in groups if group.kind == "paged") * _BLOCK_ID_BYTES
+    return rings + tables + max_model_len * TOKEN_BYTES

@@ -1,0 +1,381 @@
+"""The loop of one rank: take messages in, plan, agree, launch, and handle results one step late.
+
+A step is launched before the results of the one before it have been read: the tokens it needs are in the slot table on
+the device, and the host follows. So while the device runs a step, the host reads the last results, finds the ends of
+sequences, publishes and plans. A sequence that turns out to have ended costs at most one wasted row.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deepinfer.codec import unpack
+from deepinfer.distributed.step_sync import StepProposal, StepSync
+from deepinfer.errors import RankError, RequestError
+from deepinfer.kv_cache.kv_groups import KVGroup
+from deepinfer.log import get_logger
+from deepinfer.platforms.platform import Piece, Stream
+from deepinfer.protocol import (
+    AdmittedRequest,
+    DecodeBatch,
+    DecodeResult,
+    KVHandle,
+    PrefillBatch,
+    PrefillResult,
+    RankLoad,
+    RankReady,
+    RequestFailure,
+)
+from deepinfer.runtime.idle_meter import IdleMeter
+from deepinfer.runtime.inbox import Inbox, Posted
+from deepinfer.runtime.kv_transfer import Buffer, check_handover, pack_parts, split_parts
+from deepinfer.runtime.model_runner import ModelRunner
+from deepinfer.runtime.outbox import DecodeOutbox, PrefillOutbox
+from deepinfer.runtime.rank_metrics import RankMetrics
+from deepinfer.scheduler.step_plan import StepOutput, StepPlan
+from deepinfer.scheduler.step_results import KVImport, Prefilled, StepResults
+from deepinfer.scheduler.step_scheduler import StepScheduler
+
+StepObserver = Callable[[Literal["launched", "read"], int], None]
+_MAX_STUCK_TURNS = 3
+
+
+@dataclass(slots=True)
+class _StepInFlight:
+    """A plan and its piece on the stream; None when the group ran no step then, because nobody had rows."""
+
+    plan: StepPlan
+    piece: Piece[StepOutput] | None
+
+
+@dataclass(slots=True)
+class _ImportInFlight:
+    """KV on its way into the caches."""
+
+    piece: Piece[None]
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _ExportInFlight:
+    """KV on its way out of the caches; the result is published with it."""
+
+    prefilled: Prefilled
+    piece: Piece[tuple[KVHandle, Buffer]]
+
+
+_InFlight = _StepInFlight | _ImportInFlight | _ExportInFlight
+
+
+@dataclass(slots=True, frozen=True)
+class EngineParts:
+    """What a rank engine is put together from; see `build.py`."""
+
+    role: Literal["prefill", "decode"]
+    rank: int
+    scheduler: StepScheduler
+    runner: ModelRunner
+    stream: Stream
+    sync: StepSync
+    metrics: RankMetrics
+    groups: tuple[KVGroup, ...]
+    ready: RankReady
+    vocab_size: int
+    max_model_len: int
+    asynchronous: bool = True
+    observe_step: StepObserver | None = None
+
+
+class RankEngine:
+    """One rank without Ray. `run` is the step thread; `post`, `take_results`, `stop` and `status` are for any other.
+
+    `results_ready` is called from the step thread when there is something to take.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        """Take over `parts`; nothing runs yet."""
+        self.ready = parts.ready
+        self.groups = parts.groups
+        self.vocab_size = parts.vocab_size
+        self.max_model_len = parts.max_model_len
+        self.results_ready: Callable[[], None] = _nobody_waits
+        self._parts = parts
+        self._scheduler = parts.scheduler
+        self._stream = parts.stream
+        self._logger = get_logger(f"{parts.role}-{parts.rank}")
+        self._inbox = Inbox()
+        self._prefill_outbox = PrefillOutbox(parts.rank)
+        self._decode_outbox = DecodeOutbox(parts.rank)
+        self._outbox = self._prefill_outbox if parts.role == "prefill" else self._decode_outbox
+        self._in_flight: deque[_InFlight] = deque()
+        self._idle = IdleMeter()
+        self._step_id = 0
+        self._wake_id = 0
+        self._parked = False
+        self._num_stuck_turns = 0
+        self._step_seconds = 0.0
+        self._load = self._read_load()
+
+    # ---- any thread
+
+    def post(self, message: PrefillBatch | DecodeBatch, buffers: Sequence[Buffer] = ()) -> None:
+        """Put a message into the inbox; `buffers` belong to the admitted requests of a decode batch, in order.
+
+        Buffers are checked here, on the caller's thread; one that is wrong fails its request and nothing else.
+        """
+        if isinstance(message, PrefillBatch):
+            self._inbox.put(Posted(message))
+            return
+        kept: list[Buffer | None] = []
+        failures: list[RequestFailure] = []
+        for admitted, buffer in zip(message.admitted, buffers, strict=True):
+            try:
+                check_handover(admitted.kv, buffer, layout_digest=self.ready.layout_digest)
+                kept.append(buffer)
+            except RequestError as error:
+                kept.append(None)
+                failures.extend(_handover_failures(admitted, error))
+        self._inbox.put(Posted(message, tuple(kept), tuple(failures)))
+
+    def take_results(self) -> tuple[PrefillResult | DecodeResult | None, list[Buffer]]:
+        """Return what is new since the last call (None if nothing), and KV buffers in the order of items with kv."""
+        return self._outbox.take(self._load)
+
+    def stop(self) -> None:
+        """End `run` once the group has agreed; work that is not finished is dropped."""
+        self._inbox.stop()
+
+    def status(self) -> dict[str, Any]:
+        """Return plain numbers of this moment."""
+        load = self._load
+        return {
+            "step": self._step_id,
+            "waiting": load.num_waiting,
+            "running": load.num_running,
+            "free_blocks": dict(load.num_free_blocks),
+            "device_idle_share": load.device_idle_share,
+            "step_seconds": load.step_seconds,
+            "parked": self._parked,
+            "wake_id": self._wake_id,
+        }
+
+    # ---- the step thread
+
+    def run(self) -> None:
+        """Run steps until `stop`. Raises RankError that names the rank, the step and what broke it."""
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            role, rank = self._parts.role, self._parts.rank
+            inner = str(error).removeprefix(f"{role} rank {rank}: ")  # of a collective's RankError
+            cause = inner if isinstance(error, RankError) else f"{type(error).__name__}: {inner}"
+            raise RankError(f"step {self._step_id} broke: {cause}", role=role, rank=rank) from error
+        finally:
+            self._stream.close()
+
+    def _turn(self) -> bool:
+        """Go once around the loop; False when the group has agreed to stop."""
+        self._take_messages()
+        stopping = self._inbox.stopping  # read after the messages: what was posted before `stop` is seen
+        for entry in self._scheduler.next_imports():
+            self._submit_import(entry)
+        has_work = self._scheduler.has_work() or bool(self._in_flight)
+        plan = self._scheduler.plan(self._step_id)
+        agreement = self._parts.sync.agree(
+            StepProposal(has_work=has_work, num_rows=plan.num_rows, wake_id=self._wake_id, stopping=stopping)
+        )
+        if agreement.stop:
+            return False
+        self._step_id += 1
+        launched = agreement.max_rows > 0
+        if launched:
+            self._launch(plan)
+        else:
+            self._in_flight.append(_StepInFlight(plan, None))
+        self._settle(launched=launched)
+        self._check_progress(stuck=has_work and not launched and not self._in_flight and self._scheduler.has_work())
+        self._load = self._read_load()
+        if agreement.park:
+            self._park()
+        return True
+
+    def _take_messages(self) -> None:
+        failures: list[RequestFailure] = []
+        for posted in self._inbox.take():
+            message = posted.message
+            self._wake_id = max(self._wake_id, message.wake_id)
+            if isinstance(message, PrefillBatch):
+                for request in message.requests:
+                    self._scheduler.add(request)
+            else:
+                for admitted, buffer in zip(message.admitted, posted.buffers, strict=True):
+                    if buffer is not None:
+                        self._scheduler.admit(admitted, buffer)
+            if message.aborted_indexes:
+                self._scheduler.abort(unpack(message.aborted_indexes).tolist())
+            failures.extend(posted.failures)
+        if failures:
+            self._outbox.add_failures(failures)
+            self.results_ready()
+
+    def _submit_import(self, entry: KVImport) -> None:
+        def scatter() -> None:
+            parts = split_parts(entry.handle, buffer)
+            self._parts.runner.import_kv(
+                slot=entry.slot, block_ids=entry.block_ids, num_tokens=entry.num_tokens, parts=parts
+            )
+
+        buffer: Buffer = entry.buffer  # type: ignore[assignment]
+        self._in_flight.append(_ImportInFlight(self._stream.submit(scatter), entry.handle.nbytes))
+
+    def _launch(self, plan: StepPlan) -> None:
+        plan.num_padded_rows = 0 if plan.num_rows else 1  # a rank without rows runs one padding row with the others
+        self._in_flight.append(_StepInFlight(plan, self._stream.submit(lambda: self._parts.runner.run_step(plan))))
+        self._observe("launched", plan.step_id)
+
+    def _settle(self, *, launched: bool) -> None:
+        """Handle the oldest things in flight: until one step is left, or none when this loop is synchronous.
+
+        Without a new step there is nothing to hide behind: wait for at least one result.
+        """
+        limit = 1 if self._parts.asynchronous else 0
+        if not launched:
+            self._finish_oldest()
+        while self._in_flight and (self._num_steps_running() > limit or _is_ready(self._in_flight[0])):
+            self._finish_oldest()
+        if not self._scheduler.has_work():
+            self._idle.pause()
+
+    def _num_steps_running(self) -> int:
+        return sum(isinstance(entry, _StepInFlight) and entry.piece is not None for entry in self._in_flight)
+
+    def _finish_oldest(self) -> None:
+        entry = self._in_flight.popleft()
+        if isinstance(entry, _StepInFlight):
+            self._finish_step(entry)
+        elif isinstance(entry, _ImportInFlight):
+            entry.piece.result()
+            self._count_transfer(entry.piece, entry.num_bytes)
+        else:
+            self._finish_export(entry)
+
+    def _finish_step(self, entry: _StepInFlight) -> None:
+        output = StepOutput(entry.plan.step_id) if entry.piece is None else entry.piece.result()
+        if entry.piece is not None:
+            self._record_work(entry.piece, padding=entry.plan.is_idle)
+            output.device_seconds = entry.piece.end_seconds - entry.piece.begin_seconds
+            self._observe("read", output.step_id)
+        results = self._scheduler.apply(entry.plan, output)
+        self._publish(results)
+        if not entry.plan.is_idle:
+            self._step_seconds = output.device_seconds
+            self._parts.metrics.count_step(
+                entry.plan,
+                results,
+                load=self._scheduler.load(),
+                seconds=output.device_seconds,
+                idle_share=self._idle.share,
+            )
+
+    def _publish(self, results: StepResults) -> None:
+        for prefilled in results.prefilled:
+            if prefilled.needs_export:
+                self._submit_export(prefilled)
+            else:
+                self._prefill_outbox.add(prefilled, None)
+        self._decode_outbox.add(results.decoded)
+        self._outbox.add_failures(results.failures)
+        if results.decoded or results.failures or any(not item.needs_export for item in results.prefilled):
+            self.results_ready()
+
+    def _submit_export(self, prefilled: Prefilled) -> None:
+        def gather() -> tuple[KVHandle, Buffer]:
+            parts = self._parts.runner.export_kv(
+                slot=prefilled.slot, block_ids=prefilled.block_ids, num_tokens=prefilled.num_tokens
+            )
+            return pack_parts(
+                parts,
+                request_id=prefilled.request.request_id,
+                source_rank=self._parts.rank,
+                num_tokens=prefilled.num_tokens,
+                layout_digest=self.ready.layout_digest,
+            )
+
+        self._in_flight.append(_ExportInFlight(prefilled, self._stream.submit(gather)))
+
+    def _finish_export(self, entry: _ExportInFlight) -> None:
+        handle, buffer = entry.piece.result()
+        self._scheduler.exported(entry.prefilled.request.index)
+        self._prefill_outbox.add(entry.prefilled, (handle, buffer))
+        self._count_transfer(entry.piece, handle.nbytes)
+        self.results_ready()
+
+    def _count_transfer(self, piece: Piece[Any], num_bytes: int) -> None:
+        self._record_work(piece)
+        self._parts.metrics.count_transfer(num_bytes=num_bytes, seconds=piece.end_seconds - piece.begin_seconds)
+
+    def _record_work(self, piece: Piece[Any], *, padding: bool = False) -> None:
+        """Time between steps with work counts; a padding step is no work of this rank."""
+        if padding:
+            self._idle.pause()
+        else:
+            self._idle.record(piece.begin_seconds, piece.end_seconds)
+
+    def _check_progress(self, *, stuck: bool) -> None:
+        self._num_stuck_turns = self._num_stuck_turns + 1 if stuck else 0
+        assert self._num_stuck_turns <= _MAX_STUCK_TURNS, "the scheduler has work, plans no rows and waits for nothing"
+
+    def _park(self) -> None:
+        """Wait, with no collective open, for a newer wake, for work, or for the order to stop."""
+        self._scheduler.check_integrity()
+        seen = self._wake_id
+        self._parked = True
+        while self._wake_id == seen and not self._scheduler.has_work() and not self._inbox.stopping:
+            self._inbox.wait()
+            self._take_messages()
+        self._parked = False
+
+    def _read_load(self) -> RankLoad:
+        load = self._scheduler.load()
+        return RankLoad(
+            rank=self._parts.rank,
+            step_id=self._step_id,
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            num_free_blocks=load.num_free_blocks,
+            step_seconds=self._step_seconds,
+            device_idle_share=self._idle.share,
+        )
+
+    def _observe(self, event: Literal["launched", "read"], step_id: int) -> None:
+        if self._parts.observe_step is not None:
+            self._parts.observe_step(event, step_id)
+
+
+def _is_ready(entry: _InFlight) -> bool:
+    """True when handling the entry does not wait; a step that runs is left to the next turn."""
+    if isinstance(entry, _StepInFlight):
+        return entry.piece is None
+    return entry.piece.done()
+
+
+def _handover_failures(admitted: AdmittedRequest, error: RequestError) -> list[RequestFailure]:
+    """One failure for each sequence of `admitted`: they come back to the driver as a retry."""
+    return [
+        RequestFailure(
+            request_id=admitted.request.request_id,
+            index=admitted.request.index + offset,
+            kind=error.code,
+            text=str(error),
+            retryable=True,
+        )
+        for offset in unpack(admitted.sample_offsets).tolist()
+    ]
+
+
+def _nobody_waits() -> None:
+    """Stand in for `results_ready` until the owner sets it."""

@@ -1,0 +1,98 @@
+"""What the device knows of each running sequence: the table that leads, and that the host follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from deepinfer.kv_cache.kv_groups import KVGroup
+from deepinfer.protocol import SamplingParams
+from deepinfer.sampling.state import SamplingState
+from deepinfer.scheduler.step_plan import BlockGrant, SlotAdmission
+
+BadWordIds = Callable[[SamplingParams], tuple[tuple[int, ...], ...]]
+
+TOKEN_BYTES = 4  # of an entry of the token table
+
+
+class SlotTable:
+    """Per-slot state on the device; slot 0 belongs to padding rows and stays zero. Only the device thread touches it.
+
+    `token_table` [S, max_model_len] int32: tokens by position. `num_tokens` [S] int64: how many of them are valid.
+    `block_tables`: per paged group [S, max_blocks] int64, unused entries 0. `sampling`: parameters by slot.
+    On the host, by slot: `num_prompt_tokens`; `prompt_logprobs` of the slots that want them; `unusable`, the slots
+    whose prompt gave unusable numbers; `num_blocks` per group, which narrows block tables without asking the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_id: int,
+        groups: tuple[KVGroup, ...],
+        device: torch.device,
+        bad_word_ids: BadWordIds,
+    ) -> None:
+        """Allocate for `num_slots` slots, the padding slot included. `bad_word_ids` spells a request's bad words."""
+        paged = [group for group in groups if group.kind == "paged"]
+        self.device = device
+        self.token_table = torch.zeros(num_slots, max_model_len, dtype=torch.int32, device=device)
+        self.num_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.block_tables = {
+            group.name: torch.zeros(num_slots, group.num_blocks_for(max_model_len), dtype=torch.int64, device=device)
+            for group in paged
+        }
+        self.sampling = SamplingState(num_slots, vocab_size, device, eos_token_id=eos_token_id)
+        self.num_prompt_tokens = [0] * num_slots
+        self.prompt_logprobs: dict[int, int] = {}
+        self.unusable: set[int] = set()
+        self.num_blocks = {group.name: [0] * num_slots for group in paged}
+        self._bad_word_ids = bad_word_ids
+
+    def admit(self, admission: SlotAdmission) -> None:
+        """Give the slot to a new sequence, whatever was in it before."""
+        slot, num_tokens = admission.slot, len(admission.token_ids)
+        self.token_table[slot, :num_tokens] = torch.from_numpy(np.array(admission.token_ids, np.int32))
+        self.num_tokens[slot] = num_tokens
+        self.num_prompt_tokens[slot] = admission.num_prompt_tokens
+        for name, table in self.block_tables.items():
+            table[slot] = 0
+            self.num_blocks[name][slot] = 0
+        if slot in self.sampling.samples:
+            self.sampling.release(slot)
+        params = admission.sampling
+        self.sampling.admit(
+            slot,
+            params,
+            num_prompt_tokens=admission.num_prompt_tokens,
+            bad_word_ids=self._bad_word_ids(params) if params.bad_words else (),
+            first_sample=admission.first_sample,
+            num_samples=admission.num_samples,
+        )
+        self.unusable.discard(slot)
+        self.prompt_logprobs.pop(slot, None)
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs[slot] = params.prompt_logprobs
+
+    def grant(self, grant: BlockGrant) -> None:
+        """Write block ids into the slot's block table; entries behind them are void from then on."""
+        end = grant.first_index + len(grant.block_ids)
+        block_ids = torch.from_numpy(grant.block_ids.astype(np.int64))
+        self.block_tables[grant.group][grant.slot, grant.first_index : end] = block_ids
+        self.num_blocks[grant.group][grant.slot] = end
+
+    def commit(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Append one token each to distinct `slots` [n] int64; `token_ids` [n] int64 are the next steps' inputs."""
+        self.token_table[slots, self.num_tokens[slots]] = token_ids.to(torch.int32)
+        self.num_tokens[slots] += 1
+
+    def block_rows(self, slots: list[int], device_slots: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return, per paged group, [B, width] int64: the block tables of `slots`, as wide as the longest of them."""
+        return {
+            name: table[device_slots, : max([1, *(self.num_blocks[name][slot] for slot in slots)])]
+            for name, table in self.block_tables.items()
+        }
