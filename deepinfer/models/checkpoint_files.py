@@ -8,7 +8,6 @@ the data; several files are joined by `model.safetensors.index.json` (`weight_ma
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from pathlib import Path
@@ -190,14 +189,14 @@ def _scan_shards(
 
 def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        index = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"can't be read as JSON: {error}") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError("has no `weight_map` with tensors")
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        if not isinstance(file_name, str) or "/" in file_name or file_name in ("", ".", ".."):
             raise CheckpointError(f"puts tensor {name} into {file_name!r}, which is not a file name")
     metadata = index.get("metadata")
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -235,8 +234,8 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     if len(text) < length:
         raise CheckpointError(f"is cut short inside its header: {len(text)} of {length} bytes are there")
     try:
-        header = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError):
+        header = msgspec.json.decode(text)
+    except msgspec.DecodeError:
         raise CheckpointError("is not a safetensors file: the header is no JSON") from None
     if not isinstance(header, dict):
         raise CheckpointError("is not a safetensors file: the header is no JSON object")
