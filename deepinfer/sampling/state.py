@@ -36,7 +36,7 @@ class SamplingState:
     """Per-slot sampling parameters. A free slot, and slot 0 of padding rows, is greedy and has no rules.
 
     Columns by slot [num_slots] on `device`: `seeds` int64, `temperatures` float32 (1 where greedy), `greedy` bool,
-    `top_k` int64 (`vocab_size` = off), `top_p` float64 (1 = off), `log_min_p` float32 (-inf = off).
+    `top_k` int64 (`vocab_size` or more = off), `top_p` float64 (1 = off), `log_min_p` float32 (-inf = off).
     On the host: `rules` and `num_logprobs` of the slots that have them (-1 = whole vocabulary), `truncating` and
     `drawing` = slots with top_k, top_p or min_p, and slots that are not greedy; `samples` = their sample numbers.
     """
@@ -105,7 +105,7 @@ class SamplingState:
         top_k = params.top_k if params.top_k > 0 else self.vocab_size
         if top_k < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0:
             self.truncating.add(slot)
-            self.top_k[slot] = min(top_k, self.vocab_size)
+            self.top_k[slot] = top_k
             self.top_p[slot] = params.top_p
             self.log_min_p[slot] = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
 
