@@ -1,0 +1,365 @@
+"""The driver: one named actor that knows every unfinished request and calls every rank.
+
+A single asyncio loop. It is never on the path of a token: batches go out and results come in at the pace of requests
+and of `publish_seconds`, and the KV that a decode rank takes over passes by as references that are never opened here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import msgspec
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+
+from deepinfer import codec
+from deepinfer.actors.driver_metrics import DriverMetrics
+from deepinfer.actors.group_keeper import GroupKeeper, GroupOwner
+from deepinfer.actors.rank_actor import RankFacts, RankProgram, Role
+from deepinfer.actors.supervisor import RankGroup, check_equal
+from deepinfer.codec import unpack
+from deepinfer.config import ClusterConfig, decode_config
+from deepinfer.errors import DeepInferError, RankError, RequestError
+from deepinfer.log import get_logger, phase, set_up_logging
+from deepinfer.protocol import (
+    DecodeBatch,
+    DecodeResult,
+    OutputBatch,
+    PrefillResult,
+    RankLoad,
+    RankReady,
+    Request,
+    RequestBatch,
+    RequestFailure,
+    RequestOutput,
+)
+from deepinfer.scheduler.batch_scheduler import BatchScheduler, OutgoingBatch
+from deepinfer.scheduler.load_balancer import DecodeCapacity
+
+# Below this many running sequences every result is passed on at once; above it results are gathered.
+_FEW_SEQUENCES = 8
+_COUNT_SECONDS = 0.05
+_ADMIT_SECONDS = 0.01
+_DELIVER_SECONDS = 0.02
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client needs to know of a running engine."""
+
+    name: str
+    config: ClusterConfig
+    model_directory: str
+    vocab_size: int
+    max_model_len: int
+    ranks: tuple[RankReady, ...]
+
+
+class Driver:
+    """One engine's driver: `start` once, then jobs `submit`, fetch `next_outputs`, `close_job`; `stop` at the end."""
+
+    def __init__(self, name: str, log_level: str) -> None:
+        """Remember the engine's name; nothing is started."""
+        set_up_logging(log_level)
+        self._name = name
+        self._logger = get_logger("driver")
+        self._state = "created"
+        self._fatal: str | None = None
+        self._facts: EngineFacts | None = None
+        self._keepers: dict[Role, GroupKeeper] = {}
+        self._loads: dict[tuple[Role, int], RankLoad] = {}
+        self._refused: defaultdict[str, list[RequestOutput]] = defaultdict(list)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_sequences = 0
+        self._counted_at = 0.0
+
+    def __repr__(self) -> str:
+        """Name shown by Ray's dashboard and in its logs."""
+        return f"Driver(engine={self._name})"
+
+    async def start(self, config: bytes, model_directory: str, program: RankProgram) -> EngineFacts:
+        """Start both groups and return what the engine is; raises what stopped the start, with everything gone."""
+        self._config = decode_config(config)
+        self._stirred = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._metrics = DriverMetrics(self._config.observability.metrics_interval_seconds)
+        self._keepers = {
+            role: GroupKeeper(self._group_maker(role, model_directory, program), _RoleOwner(self, role))
+            for role in ("prefill", "decode")
+        }
+        self._state = "starting"
+        try:
+            with phase(self._logger, "start the engine"):
+                prefill, decode = await asyncio.gather(*(keeper.start() for keeper in self._keepers.values()))
+                check_equal([*prefill, *decode])
+        except BaseException:
+            self._state = "failed"
+            for keeper in self._keepers.values():
+                keeper.kill()
+            raise
+        self._facts = EngineFacts(
+            name=self._name,
+            config=self._config,
+            model_directory=model_directory,
+            vocab_size=decode[0].vocab_size,
+            max_model_len=decode[0].max_model_len,
+            ranks=tuple(fact.ready for fact in (*prefill, *decode)),
+        )
+        self._scheduler = self._make_scheduler(prefill, decode)
+        self._state = "ready"
+        for keeper in self._keepers.values():
+            self._spawn(keeper.keep())
+        self._spawn(self._send_batches())
+        self._spawn(self._export_metrics())
+        return self._facts
+
+    async def facts(self) -> EngineFacts:
+        """Return what the engine is; it must have started."""
+        assert self._facts is not None, "called before start"
+        return self._facts
+
+    # ---- jobs
+
+    async def submit(self, data: bytes) -> None:
+        """Take the new requests and the given-up ids in a `RequestBatch`; refusals come back as outputs."""
+        batch = codec.decode(data)
+        assert isinstance(batch, RequestBatch), type(batch)
+        self._scheduler.abort(batch.job_id, batch.aborted_ids)
+        for request in batch.requests:
+            try:
+                if self._scheduler.capacity(batch.job_id) <= 0:
+                    raise RequestError(
+                        f"the job has {self._config.scheduler.max_in_flight} open requests (scheduler.max_in_flight)",
+                        code="too_many_requests",
+                    )
+                self._scheduler.submit(batch.job_id, request)
+            except RequestError as error:
+                self._refused[batch.job_id].append(_refusal(request, error))
+        self._stirred.set()
+
+    async def next_outputs(self, job_id: str, wait_seconds: float) -> bytes:
+        """Return an `OutputBatch` with the job's news; empty when there was none for `wait_seconds`."""
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            outputs = (*self._refused.pop(job_id, ()), *self._scheduler.take_outputs(job_id))
+            remaining = deadline - time.monotonic()
+            if outputs or self._fatal or remaining <= 0:
+                return codec.encode(OutputBatch(outputs=outputs, fatal=self._fatal))
+            if await _is_set(self._changed, remaining) and self._is_busy():
+                await asyncio.sleep(_DELIVER_SECONDS)
+
+    async def close_job(self, job_id: str) -> None:
+        """Give up what the job still has here, and forget it."""
+        self._scheduler.drop_job(job_id)
+        self._refused.pop(job_id, None)
+        self._stirred.set()
+
+    async def status(self) -> dict[str, Any]:
+        """Return the state, the phase of every rank while starting, and the counts and loads afterwards."""
+        status: dict[str, Any] = {"engine": self._name, "state": self._state, "fatal": self._fatal}
+        if self._state == "starting":
+            phases = await asyncio.gather(*(keeper.phases() for keeper in self._keepers.values()))
+            status["ranks"] = {name: text for part in phases for name, text in part.items()}
+        elif self._facts is not None:
+            status["requests"] = msgspec.to_builtins(self._scheduler.counts())
+            status["loads"] = {
+                f"{role}-{rank}": msgspec.to_builtins(load) for (role, rank), load in self._loads.items()
+            }
+            status["restarts"] = {role: keeper.num_restarts for role, keeper in self._keepers.items()}
+            status["answers"] = self._metrics.num_answers
+            status["driver_cpu_seconds"] = time.process_time()
+        return status
+
+    async def stop(self) -> None:
+        """End all ranks in order. Jobs that are still open get a fatal output."""
+        self._state = "stopped"
+        self._fatal = self._fatal or "the engine was stopped"
+        self._tell()
+        await asyncio.gather(*(keeper.stop() for keeper in self._keepers.values()))
+        for task in list(self._tasks):
+            task.cancel()
+
+    # ---- the groups' news
+
+    def take_result(self, role: Role, result: PrefillResult | DecodeResult, references: Sequence[ObjectRef]) -> None:
+        """Pass a rank's result to the scheduler."""
+        self._metrics.num_answers += 1
+        self._loads[role, result.rank] = result.load
+        if isinstance(result, PrefillResult):
+            self._scheduler.on_prefill_result(result.rank, result, references)
+        else:
+            self._scheduler.on_decode_result(result.rank, result)
+        self._stirred.set()
+
+    def lose_group(self, role: Role, error: RankError) -> None:
+        """Have the scheduler replay what was on the group."""
+        num_lost = self._scheduler.on_group_lost(role, str(error))
+        self._logger.warning("%d requests lost their %s rank and will be replayed", num_lost, role)
+        self._stirred.set()
+
+    def regain_group(self, role: Role, facts: Sequence[RankFacts]) -> None:
+        """Let the scheduler use the group again."""
+        assert self._facts is not None
+        check_equal(facts)
+        self._metrics.count_restart()
+        self._scheduler.on_group_ready(role)
+        self._stirred.set()
+
+    def gather_seconds(self) -> float:
+        """Return how long ranks shall gather results: not at all while few sequences run."""
+        return self._config.scheduler.publish_seconds if self._is_busy() else 0.0
+
+    # ---- inside
+
+    def _group_maker(self, role: Role, directory: str, program: RankProgram) -> Any:
+        return lambda: RankGroup(role, self._config, name=self._name, directory=directory, program=program)
+
+    def _make_scheduler(self, prefill: Sequence[RankFacts], decode: Sequence[RankFacts]) -> BatchScheduler:
+        return BatchScheduler(
+            config=self._config.scheduler,
+            prefill_ranks=[fact.ready.rank for fact in prefill],
+            decode_ranks=[
+                DecodeCapacity(fact.ready.rank, fact.ready.num_blocks, fact.ready.num_slots) for fact in decode
+            ],
+            groups=decode[0].groups,
+            draw_seed=lambda: secrets.randbits(63),
+        )
+
+    async def _send_batches(self) -> None:
+        """Send what the scheduler has for the ranks; admissions that come together travel together."""
+        while True:
+            await self._stirred.wait()
+            self._stirred.clear()
+            for outgoing in self._scheduler.next_batches():
+                actor = self._keepers[outgoing.role].actors[outgoing.rank]
+                answer = actor.accept.remote(codec.encode(outgoing.batch), *outgoing.buffers)
+                self._spawn(self._confirm(outgoing, answer))
+            self._tell()
+            if self._is_busy():
+                await asyncio.sleep(_ADMIT_SECONDS)
+
+    async def _confirm(self, outgoing: OutgoingBatch, answer: ObjectRef) -> None:
+        """Wait until the rank has the batch. Hand-overs that died with their prefill rank are taken back."""
+        try:
+            await answer
+        except RayActorError:
+            return  # the group's own watch sees it
+        except RayError:
+            batch = outgoing.batch
+            if not isinstance(batch, DecodeBatch) or not batch.admitted:
+                raise
+            self._logger.warning("%d hand-overs to decode rank %d were lost", len(batch.admitted), outgoing.rank)
+            self.take_result("decode", _lost_handovers(outgoing.rank, batch), ())
+            actor = self._keepers["decode"].actors[outgoing.rank]
+            await actor.accept.remote(codec.encode(msgspec.structs.replace(batch, admitted=())))
+
+    async def _export_metrics(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.observability.metrics_interval_seconds)
+            self._metrics.export(self._scheduler.counts())
+
+    def _is_busy(self) -> bool:
+        """True when so many sequences are open that gathering costs nobody time. Counted at most 20 times a second."""
+        now = time.monotonic()
+        if now - self._counted_at > _COUNT_SECONDS:
+            counts = self._scheduler.counts()
+            self._num_sequences = counts.num_prefilling + counts.num_prefilled + counts.num_decoding
+            self._counted_at = now
+        return self._num_sequences >= _FEW_SEQUENCES
+
+    def _tell(self) -> None:
+        """Wake everyone who waits for outputs."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._guard(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a task of the driver; what breaks it ends the engine, and every job hears why."""
+        try:
+            await work
+        except Exception as error:
+            self._logger.exception("the engine has failed")
+            known = isinstance(error, DeepInferError)
+            self._fatal = self._fatal or (str(error) if known else f"the driver broke: {type(error).__name__}: {error}")
+            self._state = "failed"
+            for keeper in self._keepers.values():
+                keeper.kill()
+            self._tell()
+
+
+class _RoleOwner(GroupOwner):
+    """Tells the driver which role the news are about."""
+
+    def __init__(self, driver: Driver, role: Role) -> None:
+        self._driver = driver
+        self._role: Role = role
+
+    def on_result(self, result: PrefillResult | DecodeResult, references: Sequence[ObjectRef]) -> None:
+        self._driver.take_result(self._role, result, references)
+
+    def on_lost(self, error: RankError) -> None:
+        self._driver.lose_group(self._role, error)
+
+    def on_restarted(self, facts: Sequence[RankFacts]) -> None:
+        self._driver.regain_group(self._role, facts)
+
+    def gather_seconds(self) -> float:
+        return self._driver.gather_seconds()
+
+
+def create_driver(config: ClusterConfig, *, name: str, detached: bool = False) -> ActorHandle[Any]:
+    """Create the driver actor of the engine `name`; a detached one outlives the process that made it."""
+    remote: Any = ray.remote(Driver)
+    handle: ActorHandle[Any] = remote.options(
+        name=f"{name}-driver",
+        namespace=config.ray.namespace,
+        lifetime="detached" if detached else None,
+        num_cpus=0,
+        max_restarts=0,
+        max_task_retries=0,
+        runtime_env=config.ray.runtime_env or None,
+    ).remote(name, config.observability.log_level)
+    return handle
+
+
+def _refusal(request: Request, error: RequestError) -> RequestOutput:
+    failure = RequestFailure(request_id=request.request_id, index=-1, kind=error.code, text=str(error))
+    return RequestOutput(request_id=request.request_id, error=failure)
+
+
+def _lost_handovers(rank: int, batch: DecodeBatch) -> DecodeResult:
+    """Return a result in the name of a decode rank: these sequences failed, and may be tried again."""
+    return DecodeResult(
+        rank=rank,
+        step_id=0,
+        failures=tuple(
+            RequestFailure(
+                request_id=admitted.request.request_id,
+                index=admitted.request.index + offset,
+                kind="rank_lost",
+                text="the prefill rank died while its KV was handed over",
+                retryable=True,
+            )
+            for admitted in batch.admitted
+            for offset in unpack(admitted.sample_offsets).tolist()
+        ),
+        load=RankLoad(rank=rank),
+    )
+
+
+async def _is_set(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,141 @@
+"""Keeps one role's group running: polls its ranks, and starts it again, a limited number of times, when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from deepinfer import codec
+from deepinfer.actors.rank_actor import RankFacts, RankProgress
+from deepinfer.actors.supervisor import RankGroup
+from deepinfer.errors import ClusterError, DeepInferError, RankError
+from deepinfer.log import get_logger
+from deepinfer.protocol import DecodeResult, PrefillResult
+
+# Waits before the first and the second restart. A group that then lives long may be restarted as often again.
+RESTART_DELAYS_SECONDS = (1.0, 5.0)
+_LONG_LIFE_SECONDS = 600.0
+
+
+class GroupOwner:
+    """What the driver does with a group; it implements these."""
+
+    def on_result(self, result: PrefillResult | DecodeResult, references: Sequence[ObjectRef]) -> None:
+        """A rank has results; `references` are the hand-overs of a prefill result."""
+        raise NotImplementedError
+
+    def on_lost(self, error: RankError) -> None:
+        """The group is gone with everything on it, and will be started again."""
+        raise NotImplementedError
+
+    def on_restarted(self, facts: Sequence[RankFacts]) -> None:
+        """The group runs again."""
+        raise NotImplementedError
+
+    def gather_seconds(self) -> float:
+        """How long a rank shall gather results before it answers."""
+        raise NotImplementedError
+
+
+class GroupKeeper:
+    """One role's group over all its lives. `start` once, then `keep` as a task, `stop` at the end."""
+
+    def __init__(self, make_group: Callable[[], RankGroup], owner: GroupOwner) -> None:
+        """Prepare the first group; nothing is started."""
+        self._make_group = make_group
+        self._owner = owner
+        self._group = make_group()
+        self._stopping = False
+        self._logger = get_logger(f"{self._group.role}-group")
+        self.num_restarts = 0
+
+    @property
+    def actors(self) -> list[ActorHandle[Any]]:
+        """The ranks of the present group, by rank."""
+        return self._group.actors
+
+    async def start(self) -> list[RankFacts]:
+        """Start the group; see `RankGroup.start`."""
+        return await self._group.start()
+
+    async def phases(self) -> dict[str, str]:
+        """Return the start phase of every rank."""
+        return await self._group.phases()
+
+    async def keep(self) -> None:
+        """Serve the group until `stop`; raises ClusterError when it can't be kept running."""
+        recent_restarts = 0
+        while True:
+            begin = time.monotonic()
+            error = await self._serve()
+            self._group.kill()
+            if self._stopping:
+                return
+            if error is None:
+                error = RankError("ended without an order", role=self._group.role, rank=0)
+            self._logger.error("the group is lost: %s", error)
+            if time.monotonic() - begin > _LONG_LIFE_SECONDS:
+                recent_restarts = 0
+            if recent_restarts == len(RESTART_DELAYS_SECONDS):
+                raise ClusterError(f"{error}; the group was restarted {recent_restarts} times before, giving up")
+            self._owner.on_lost(error)
+            await asyncio.sleep(RESTART_DELAYS_SECONDS[recent_restarts])
+            recent_restarts += 1
+            await self._restart(error)
+
+    async def stop(self) -> None:
+        """End the group in order."""
+        self._stopping = True
+        await self._group.stop()
+
+    def kill(self) -> None:
+        """End the group now."""
+        self._stopping = True
+        self._group.kill()
+
+    async def _restart(self, lost: RankError) -> None:
+        self._group = self._make_group()
+        self.num_restarts += 1
+        try:
+            facts = await self._group.start()
+        except DeepInferError as error:
+            raise ClusterError(f"{lost}; and the group did not start again: {error}") from error
+        self._owner.on_restarted(facts)
+
+    async def _serve(self) -> RankError | None:
+        """Poll all ranks until the group fails or ends."""
+        group = self._group
+        failure = asyncio.create_task(group.failure())
+        polls = [asyncio.create_task(self._poll(group, rank)) for rank in range(group.num_ranks)]
+        try:
+            done, _ = await asyncio.wait([failure, *polls], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if task is not failure:
+                    task.result()  # a poll ends only by what it raises
+            return failure.result()
+        finally:
+            for task in (failure, *polls):
+                task.cancel()
+
+    async def _poll(self, group: RankGroup, rank: int) -> None:
+        """Hold one long poll open at the rank at any time."""
+        while True:
+            try:
+                answer = await group.actors[rank].next_results.remote(self._owner.gather_seconds())
+            except RayError:
+                # The group's own watch finds out what it was; a poll must only not spin until then.
+                await asyncio.sleep(1.0)
+                continue
+            data, references, progress = answer
+            assert isinstance(progress, RankProgress)
+            group.seen(rank, progress)
+            if data:
+                message = codec.decode(data)
+                assert isinstance(message, PrefillResult | DecodeResult), type(message)
+                self._owner.on_result(message, references)

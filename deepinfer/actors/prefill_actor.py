@@ -1,0 +1,13 @@
+"""A prefill rank: runs prompts, answers with first tokens and references of the KV buffers."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from deepinfer.actors.rank_actor import RankActor, Role
+
+
+class PrefillRank(RankActor):
+    """Accepts `PrefillBatch`, answers `PrefillResult`."""
+
+    role: ClassVar[Role] = "prefill"
