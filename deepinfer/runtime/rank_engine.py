@@ -220,7 +220,7 @@ class RankEngine:
             failures.extend(posted.failures)
         if failures:
             self._outbox.add_failures(failures)
-            self.results_ready()
+            self._announce()
 
     def _submit_import(self, entry: KVImport) -> None:
         def scatter() -> None:
@@ -290,7 +290,7 @@ class RankEngine:
         self._decode_outbox.add(results.decoded)
         self._outbox.add_failures(results.failures)
         if results.decoded or results.failures or any(not item.needs_export for item in results.prefilled):
-            self.results_ready()
+            self._announce()
 
     def _submit_export(self, prefilled: Prefilled) -> None:
         def gather() -> tuple[KVHandle, Buffer]:
@@ -312,6 +312,10 @@ class RankEngine:
         self._scheduler.exported(entry.prefilled.request.index)
         self._prefill_outbox.add(entry.prefilled, (handle, buffer))
         self._count_transfer(entry.piece, handle.nbytes)
+        self._announce()
+
+    def _announce(self) -> None:
+        self._load = self._read_load()
         self.results_ready()
 
     def _count_transfer(self, piece: Piece[Any], num_bytes: int) -> None:

@@ -1,0 +1,52 @@
+"""Cache sizes from a budget, and refusals with numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepinfer.config import CacheConfig
+from deepinfer.errors import ConfigError
+from deepinfer.kv_cache.kv_groups import KVGroup
+from deepinfer.platforms.platform import load_platform
+from deepinfer.runtime.device_memory import cache_budget, size_caches
+
+GROUPS = (
+    KVGroup("wide", "paged", 10, 1000, True, "w"),
+    KVGroup("narrow", "paged", 50, 100, True, "n"),
+    KVGroup("ring", "sequence", 16, 500, False, "r"),
+)
+# One slot: ring 500, block ids (10 + 2) * 8, 100 token ids of 4 bytes.
+SLOT_BYTES = 500 + 96 + 400
+SEQUENCE_BYTES = 10 * 1000 + 2 * 100
+
+
+def _size(budget_bytes: int, max_running: int = 3):
+    return size_caches(GROUPS, budget_bytes=budget_bytes, max_running=max_running, max_model_len=100)
+
+
+def test_no_more_than_all_running_sequences_need() -> None:
+    size = _size(10**9)
+    assert (size.num_blocks, size.num_slots) == ({"wide": 31, "narrow": 7}, 4)
+    assert size.num_bytes == 4 * SLOT_BYTES + 1100 + 3 * SEQUENCE_BYTES
+
+
+def test_a_smaller_budget_gives_every_group_the_same_number_of_tokens() -> None:
+    budget = 4 * SLOT_BYTES + 1100 + int(1.5 * SEQUENCE_BYTES)
+    size = _size(budget)
+    assert size.num_blocks == {"wide": 16, "narrow": 4}
+    assert size.num_bytes <= budget
+
+
+def test_one_longest_sequence_has_to_fit() -> None:
+    needed = 4 * SLOT_BYTES + 1100 + SEQUENCE_BYTES
+    assert _size(needed).num_blocks == {"wide": 11, "narrow": 3}
+    with pytest.raises(ConfigError, match=rf"cache\.memory_bytes: {needed} bytes are needed .* {needed - 1} are there"):
+        _size(needed - 1)
+
+
+def test_the_budget_of_a_cpu() -> None:
+    platform = load_platform("cpu")
+    assert cache_budget(CacheConfig(memory_bytes=12345), platform) == 12345
+    assert cache_budget(CacheConfig(), platform) <= 256 * 1024 * 1024
+    with pytest.raises(ConfigError, match=r"cache\.memory_bytes: .* are free"):
+        cache_budget(CacheConfig(memory_bytes=2**60), platform)
