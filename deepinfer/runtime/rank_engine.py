@@ -19,7 +19,6 @@ from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.log import get_logger
 from deepinfer.platforms.platform import Piece, Stream
 from deepinfer.protocol import (
-    AdmittedRequest,
     DecodeBatch,
     DecodeResult,
     KVHandle,
@@ -30,8 +29,9 @@ from deepinfer.protocol import (
     RequestFailure,
 )
 from deepinfer.runtime.idle_meter import IdleMeter
+from deepinfer.runtime.in_flight import ExportInFlight, ImportInFlight, InFlight, StepInFlight
 from deepinfer.runtime.inbox import Inbox, Posted
-from deepinfer.runtime.kv_transfer import Buffer, check_handover, pack_parts, split_parts
+from deepinfer.runtime.kv_transfer import Buffer, check_handover, handover_failures, pack_parts, split_parts
 from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.outbox import DecodeOutbox, PrefillOutbox
 from deepinfer.runtime.rank_metrics import RankMetrics
@@ -41,33 +41,6 @@ from deepinfer.scheduler.step_scheduler import StepScheduler
 
 StepObserver = Callable[[Literal["launched", "read"], int], None]
 _MAX_STUCK_TURNS = 3
-
-
-@dataclass(slots=True)
-class _StepInFlight:
-    """A plan and its piece on the stream; None when the group ran no step then, because nobody had rows."""
-
-    plan: StepPlan
-    piece: Piece[StepOutput] | None
-
-
-@dataclass(slots=True)
-class _ImportInFlight:
-    """KV on its way into the caches."""
-
-    piece: Piece[None]
-    num_bytes: int
-
-
-@dataclass(slots=True)
-class _ExportInFlight:
-    """KV on its way out of the caches; the result is published with it."""
-
-    prefilled: Prefilled
-    piece: Piece[tuple[KVHandle, Buffer]]
-
-
-_InFlight = _StepInFlight | _ImportInFlight | _ExportInFlight
 
 
 @dataclass(slots=True, frozen=True)
@@ -110,7 +83,7 @@ class RankEngine:
         self._prefill_outbox = PrefillOutbox(parts.rank)
         self._decode_outbox = DecodeOutbox(parts.rank)
         self._outbox = self._prefill_outbox if parts.role == "prefill" else self._decode_outbox
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._idle = IdleMeter()
         self._step_id = 0
         self._wake_id = 0
@@ -137,7 +110,7 @@ class RankEngine:
                 kept.append(buffer)
             except RequestError as error:
                 kept.append(None)
-                failures.extend(_handover_failures(admitted, error))
+                failures.extend(handover_failures(admitted, error))
         self._inbox.put(Posted(message, tuple(kept), tuple(failures)))
 
     def take_results(self) -> tuple[PrefillResult | DecodeResult | None, list[Buffer]]:
@@ -195,7 +168,7 @@ class RankEngine:
         if launched:
             self._launch(plan)
         else:
-            self._in_flight.append(_StepInFlight(plan, None))
+            self._in_flight.append(StepInFlight(plan, None))
         self._settle(launched=launched)
         self._check_progress(stuck=has_work and not launched and not self._in_flight and self._scheduler.has_work())
         self._load = self._read_load()
@@ -230,11 +203,11 @@ class RankEngine:
             )
 
         buffer: Buffer = entry.buffer  # type: ignore[assignment]
-        self._in_flight.append(_ImportInFlight(self._stream.submit(scatter), entry.handle.nbytes))
+        self._in_flight.append(ImportInFlight(self._stream.submit(scatter), entry.handle.nbytes))
 
     def _launch(self, plan: StepPlan) -> None:
         plan.num_padded_rows = 0 if plan.num_rows else 1  # a rank without rows runs one padding row with the others
-        self._in_flight.append(_StepInFlight(plan, self._stream.submit(lambda: self._parts.runner.run_step(plan))))
+        self._in_flight.append(StepInFlight(plan, self._stream.submit(lambda: self._parts.runner.run_step(plan))))
         self._observe("launched", plan.step_id)
 
     def _settle(self, *, launched: bool) -> None:
@@ -245,25 +218,25 @@ class RankEngine:
         limit = 1 if self._parts.asynchronous else 0
         if not launched:
             self._finish_oldest()
-        while self._in_flight and (self._num_steps_running() > limit or _is_ready(self._in_flight[0])):
+        while self._in_flight and (self._num_steps_running() > limit or self._in_flight[0].is_ready()):
             self._finish_oldest()
         if not self._scheduler.has_work():
             self._idle.pause()
 
     def _num_steps_running(self) -> int:
-        return sum(isinstance(entry, _StepInFlight) and entry.piece is not None for entry in self._in_flight)
+        return sum(isinstance(entry, StepInFlight) and entry.piece is not None for entry in self._in_flight)
 
     def _finish_oldest(self) -> None:
         entry = self._in_flight.popleft()
-        if isinstance(entry, _StepInFlight):
+        if isinstance(entry, StepInFlight):
             self._finish_step(entry)
-        elif isinstance(entry, _ImportInFlight):
+        elif isinstance(entry, ImportInFlight):
             entry.piece.result()
             self._count_transfer(entry.piece, entry.num_bytes)
         else:
             self._finish_export(entry)
 
-    def _finish_step(self, entry: _StepInFlight) -> None:
+    def _finish_step(self, entry: StepInFlight) -> None:
         output = StepOutput(entry.plan.step_id) if entry.piece is None else entry.piece.result()
         if entry.piece is not None:
             self._record_work(entry.piece, padding=entry.plan.is_idle)
@@ -305,9 +278,9 @@ class RankEngine:
                 layout_digest=self.ready.layout_digest,
             )
 
-        self._in_flight.append(_ExportInFlight(prefilled, self._stream.submit(gather)))
+        self._in_flight.append(ExportInFlight(prefilled, self._stream.submit(gather)))
 
-    def _finish_export(self, entry: _ExportInFlight) -> None:
+    def _finish_export(self, entry: ExportInFlight) -> None:
         handle, buffer = entry.piece.result()
         self._scheduler.exported(entry.prefilled.request.index)
         self._prefill_outbox.add(entry.prefilled, (handle, buffer))
@@ -358,27 +331,6 @@ class RankEngine:
     def _observe(self, event: Literal["launched", "read"], step_id: int) -> None:
         if self._parts.observe_step is not None:
             self._parts.observe_step(event, step_id)
-
-
-def _is_ready(entry: _InFlight) -> bool:
-    """True when handling the entry does not wait; a step that runs is left to the next turn."""
-    if isinstance(entry, _StepInFlight):
-        return entry.piece is None
-    return entry.piece.done()
-
-
-def _handover_failures(admitted: AdmittedRequest, error: RequestError) -> list[RequestFailure]:
-    """One failure for each sequence of `admitted`: they come back to the driver as a retry."""
-    return [
-        RequestFailure(
-            request_id=admitted.request.request_id,
-            index=admitted.request.index + offset,
-            kind=error.code,
-            text=str(error),
-            retryable=True,
-        )
-        for offset in unpack(admitted.sample_offsets).tolist()
-    ]
 
 
 def _nobody_waits() -> None:

@@ -1,0 +1,50 @@
+"""What a rank engine has put on its stream and not read yet, in the order of the stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepinfer.platforms.platform import Piece
+from deepinfer.protocol import KVHandle
+from deepinfer.runtime.kv_transfer import Buffer
+from deepinfer.scheduler.step_plan import StepOutput, StepPlan
+from deepinfer.scheduler.step_results import Prefilled
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A plan and its piece; None when the group ran no step then, because nobody had rows."""
+
+    plan: StepPlan
+    piece: Piece[StepOutput] | None
+
+    def is_ready(self) -> bool:
+        """True when it can be read without a wait; a step that was launched is read in its turn only."""
+        return self.piece is None
+
+
+@dataclass(slots=True)
+class ImportInFlight:
+    """KV on its way into the caches."""
+
+    piece: Piece[None]
+    num_bytes: int
+
+    def is_ready(self) -> bool:
+        """True when it can be read without a wait."""
+        return self.piece.done()
+
+
+@dataclass(slots=True)
+class ExportInFlight:
+    """KV on its way out of the caches; `prefilled` is published with it."""
+
+    prefilled: Prefilled
+    piece: Piece[tuple[KVHandle, Buffer]]
+
+    def is_ready(self) -> bool:
+        """True when it can be read without a wait."""
+        return self.piece.done()
+
+
+InFlight = StepInFlight | ImportInFlight | ExportInFlight
