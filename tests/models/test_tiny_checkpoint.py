@@ -15,10 +15,11 @@ from deepinfer.errors import ConfigError
 from deepinfer.models.checkpoint_files import CheckpointFiles, open_checkpoint
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.config_file import read_config
-from deepinfer.models.deepseek_v41.tiny import tiny_directory, write_tiny
+from deepinfer.models.deepseek_v41.tiny import REVISION, tiny_directory, write_tiny
 from deepinfer.models.deepseek_v41.verify import verify_checkpoint
 from deepinfer.models.deepseek_v41.weights import load_weights
 
+CONTENT = (1, "54d9f73f31bb1999", "861368f8a4d219ce", 70.018, 8170.16)
 CONTROL_TEXTS = (
     "<｜begin▁of▁sentence｜>",
     "<｜end▁of▁sentence｜>",
@@ -82,6 +83,15 @@ def test_same_seed_same_bits_other_seed_other_weights(tiny: Path, tmp_path: Path
     assert digests(tmp_path / "again") == digests(tiny)
     other = digests(tmp_path / "other")
     assert {name for name, digest in digests(tiny).items() if other[name] != digest} == {"model.safetensors"}
+
+
+def test_a_change_needs_another_revision(tiny: Path) -> None:
+    """Caches keep the tiny model by its revision: who changes what is written raises REVISION, then these values."""
+    found = digests(tiny)
+    assert (REVISION, found["config.json"][:16], found["tokenizer.json"][:16]) == CONTENT[:3]
+    files = open_checkpoint(tiny)
+    sizes = [files.read(name).float().norm().item() for name in ("head.weight", "layers.2.attn.wkv.weight")]
+    assert sizes == pytest.approx(CONTENT[3:], rel=1e-3)
 
 
 def test_control_tokens_by_text(tokenizer: Tokenizer) -> None:

@@ -61,6 +61,8 @@ def test_another_tokenizer_is_refused() -> None:
         check_token_map(token_map, msgspec.structs.replace(config, engram_compressed_vocab_size=381))
     with pytest.raises(CheckpointError, match="511 ids"):
         check_token_map(token_map[:511], config)
+    with pytest.raises(CheckpointError, match="into class 1, not 2"):
+        check_token_map(np.where(token_map == 2, 1, token_map).astype(np.int32), config)
 
 
 @pytest.mark.parametrize("content", [None, "{}"])

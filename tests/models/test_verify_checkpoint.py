@@ -62,6 +62,15 @@ def test_a_broken_config_ends_it(tmp_path: Path) -> None:
     assert (deviation.name, "head_dim" in deviation.message) == ("config.json", True)
 
 
+def test_the_tokenizer_of_the_model_before_is_told_apart(tmp_path: Path) -> None:
+    """V4 names the image token otherwise; the token map is the same."""
+    path = copy_w16(tmp_path) / "tokenizer.json"
+    path.write_text(path.read_text().replace("<｜deepseek_image｜>", "<｜image2｜>"))
+    (deviation,) = verify_checkpoint(tmp_path)
+    assert deviation.name == "tokenizer.json"
+    assert "image_token_id 510 is '<｜image2｜>'" in deviation.message
+
+
 def test_missing_files_are_not_listed_tensor_by_tensor(tmp_path: Path) -> None:
     copy_w16(tmp_path)
     (tmp_path / "model.safetensors").unlink()

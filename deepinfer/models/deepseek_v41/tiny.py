@@ -23,7 +23,6 @@ from deepinfer.models.deepseek_v41.engram_constants import build_engram_constant
 from deepinfer.models.deepseek_v41.tensor_table import tensor_table
 from deepinfer.models.deepseek_v41.tiny_tokenizer import (
     END_TOKEN,
-    IMAGE_TOKEN,
     SYSTEM_TOKEN,
     THINK_END_TOKEN,
     VOCAB_SIZE,
@@ -31,7 +30,7 @@ from deepinfer.models.deepseek_v41.tiny_tokenizer import (
     tokenizer_json,
 )
 from deepinfer.models.deepseek_v41.tiny_weights import random_tensors
-from deepinfer.models.deepseek_v41.token_map import TOKENIZER_FILE, build_token_map
+from deepinfer.models.deepseek_v41.token_map import IMAGE_TOKEN, TOKENIZER_FILE, build_token_map
 
 REVISION: Final = 1  # of what `write_tiny` writes for a seed; part of the cached directory's name
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from deepinfer.models.deepseek_v41.token_map import IMAGE_TOKEN
+
 VOCAB_SIZE: Final = 640
 SYSTEM_TOKEN: Final = "<｜System｜>"
-IMAGE_TOKEN: Final = "<｜deepseek_image｜>"
 END_TOKEN: Final = "<｜end▁of▁sentence｜>"
 THINK_END_TOKEN: Final = "</think>"
 

@@ -19,6 +19,7 @@ from deepinfer.errors import CheckpointError
 from deepinfer.models.deepseek_v41.config import ModelConfig
 
 TOKENIZER_FILE: Final = "tokenizer.json"
+IMAGE_TOKEN: Final = "<｜deepseek_image｜>"
 RELEASED_VOCAB_SIZE: Final = 129280
 RELEASED_SHA256: Final = "c60a86322ec17b4142bfef3c57a8d81fb428550cdf487f88a4320cb59fe46481"
 
@@ -78,6 +79,9 @@ def check_token_map(token_map: npt.NDArray[np.int32], config: ModelConfig) -> No
             f"{TOKENIZER_FILE} has {num_classes} classes of token texts, engram_compressed_vocab_size is "
             f"{config.engram_compressed_vocab_size}: it belongs to another version of the model"
         )
+    pad = config.engram_pad_token_id  # a raw id and a class at once: the rule holds only where both are equal
+    if token_map[pad] != pad:
+        raise CheckpointError(f"{TOKENIZER_FILE} puts engram_pad_token_id {pad} into class {token_map[pad]}, not {pad}")
     if config.vocab_size == RELEASED_VOCAB_SIZE and token_map_sha256(token_map) != RELEASED_SHA256:
         raise CheckpointError(f"{TOKENIZER_FILE} is not the released one: the hash of its token map differs")
 

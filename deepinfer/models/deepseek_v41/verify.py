@@ -10,7 +10,13 @@ from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.config_file import read_config
 from deepinfer.models.deepseek_v41.tensor_check import compare_tensors
 from deepinfer.models.deepseek_v41.tensor_table import tensor_table
-from deepinfer.models.deepseek_v41.token_map import TOKENIZER_FILE, read_token_map
+from deepinfer.models.deepseek_v41.token_map import (
+    IMAGE_TOKEN,
+    TOKENIZER_FILE,
+    build_token_map,
+    check_token_map,
+    load_tokenizer,
+)
 
 
 def verify_checkpoint(directory: Path) -> list[Deviation]:
@@ -34,7 +40,12 @@ def verify_checkpoint(directory: Path) -> list[Deviation]:
 
 def _check_tokenizer(directory: Path, config: ModelConfig) -> list[Deviation]:
     try:
-        read_token_map(directory, config)
+        tokenizer = load_tokenizer(directory)
+        check_token_map(build_token_map(tokenizer), config)
     except CheckpointError as error:
         return [Deviation(TOKENIZER_FILE, str(error))]
+    image = config.image_token_id
+    text = tokenizer.id_to_token(image) if image is not None else IMAGE_TOKEN
+    if text != IMAGE_TOKEN:  # V4's tokenizer has the same map, so only a renamed token tells it apart
+        return [Deviation(TOKENIZER_FILE, f"image_token_id {image} is {text!r}, {IMAGE_TOKEN!r} is needed")]
     return []
