@@ -17,6 +17,7 @@ from support.rank_engines import (
     make_request,
     run_decode,
     run_prefill,
+    wait_until_parked,
 )
 
 from deepinfer.codec import pack, unpack, unpack_floats
@@ -144,35 +145,28 @@ def test_an_aborted_sequence_leaves_room_and_others_go_on() -> None:
         decode.engine.post(DecodeBatch(batch_id=2, wake_id=2, aborted_indexes=pack([0])))
         answers = {0: Answer(), 1: Answer(unpack(done[1][0].first_token_ids).tolist())}
         run_decode(decoding, admitted[1:], answers, wake_id=3)
-        _wait_until_parked(decode.engine)
+        wait_until_parked(decode.engine)
         assert decode.scheduler.load().num_free_blocks == {"global": 199}
     assert answers[1].token_ids == expected[1].token_ids
     assert len(answers[0].token_ids) < 199
-
-
-def _wait_until_parked(engine) -> None:
-    deadline = time.monotonic() + 30.0
-    while not engine.status()["parked"]:
-        assert time.monotonic() < deadline, engine.status()
-        time.sleep(0.001)
 
 
 def test_a_prompt_too_long_for_the_cache_is_a_failure_and_the_rank_parks() -> None:
     prefill = build_fake_rank("prefill", num_blocks=1 + 4, max_model_len=200)
     with RunningEngine(prefill.engine) as running:
         _, failures = run_prefill(running, [make_request(0, [1] * 50)], wake_id=1)
-        _wait_until_parked(prefill.engine)
+        wait_until_parked(prefill.engine)
     assert failures[0].kind == "cache_too_small"
 
 
 def test_a_parked_rank_runs_nothing_until_it_is_woken() -> None:
     decode = build_fake_rank("decode")
     with RunningEngine(decode.engine):
-        _wait_until_parked(decode.engine)
+        wait_until_parked(decode.engine)
         decode.engine.post(DecodeBatch(batch_id=1, wake_id=1))
         while decode.engine.status()["wake_id"] < 1:
             time.sleep(0.001)
-        _wait_until_parked(decode.engine)
+        wait_until_parked(decode.engine)
     assert decode.model.row_counts == []
 
 
@@ -203,5 +197,5 @@ def test_a_prefill_wakes_without_requests() -> None:
         prefill.engine.post(PrefillBatch(batch_id=1, wake_id=1))
         while prefill.engine.status()["wake_id"] < 1:
             time.sleep(0.001)
-        _wait_until_parked(prefill.engine)
+        wait_until_parked(prefill.engine)
     assert prefill.engine.take_results() == (None, [])

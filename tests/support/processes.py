@@ -8,10 +8,15 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import queue
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from deepinfer.distributed.process_groups import ProcessGroups, open_store
 
@@ -19,31 +24,57 @@ _DEADLINE_SECONDS = 120.0
 _PRELOADED = ["torch", "torch.distributed", "deepinfer.runtime.rank_engine"]
 
 
-def _run(
-    worker: Callable, rank: int, num_ranks: int, port: int, timeout_seconds: float, argument: Any, out: Any
-) -> None:
+@dataclass(frozen=True)
+class RankPlace:
+    """Who a process is, and where its ranks meet."""
+
+    rank: int
+    num_ranks: int
+    host: str
+    port: int
+    timeout_seconds: float
+
+    def form_groups(self, role: str) -> ProcessGroups:
+        """Meet the other ranks as `role`."""
+        return ProcessGroups.form(
+            role=role,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            host=self.host,
+            port=self.port,
+            timeout_seconds=self.timeout_seconds,
+        )
+
+    def wait_for_all(self, name: str) -> None:
+        """Wait until every rank is here; each name serves once."""
+        store = TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_seconds))
+        deadline = time.monotonic() + self.timeout_seconds
+        store.add(name, 1)
+        while store.add(name, 0) < self.num_ranks:
+            assert time.monotonic() < deadline, f"not all ranks reached {name}"
+            time.sleep(0.005)
+
+
+def _run(worker: Callable, place: RankPlace, argument: Any, out: Any) -> None:
     torch.set_num_threads(1)
     try:
-        groups = ProcessGroups.form(
-            role="decode", rank=rank, num_ranks=num_ranks, host="127.0.0.1", port=port, timeout_seconds=timeout_seconds
-        )
         # Bytes, because torch would otherwise send tensors as shared memory of a process that ends.
-        out.put((rank, pickle.dumps(worker(groups, argument)), None))
+        out.put((place.rank, pickle.dumps(worker(place, argument)), None))
     except BaseException as error:
-        out.put((rank, None, f"{type(error).__name__}: {error}"))
+        out.put((place.rank, None, f"{type(error).__name__}: {error}"))
         raise
 
 
-def run_ranks(worker: Callable, num_ranks: int, argument: Any, *, timeout_seconds: float = 60.0) -> list[Any]:
-    """Return what `worker(groups, argument)` returned on each rank, by rank; fails when one of them raised."""
+def run_processes(
+    worker: Callable[[RankPlace, Any], Any], num_ranks: int, argument: Any, *, timeout_seconds: float = 60.0
+) -> list[Any]:
+    """Return what `worker(place, argument)` returned on each rank, by rank; fails when one of them raised."""
     store, port = open_store("127.0.0.1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     out = context.Queue()
-    processes = [
-        context.Process(target=_run, args=(worker, rank, num_ranks, port, timeout_seconds, argument, out), daemon=True)
-        for rank in range(num_ranks)
-    ]
+    places = [RankPlace(rank, num_ranks, "127.0.0.1", port, timeout_seconds) for rank in range(num_ranks)]
+    processes = [context.Process(target=_run, args=(worker, place, argument, out), daemon=True) for place in places]
     for process in processes:
         process.start()
     results: dict[int, Any] = {}
@@ -60,3 +91,14 @@ def run_ranks(worker: Callable, num_ranks: int, argument: Any, *, timeout_second
             process.kill()
     del store
     return [results[rank] for rank in range(num_ranks)]
+
+
+def run_ranks(
+    worker: Callable[[ProcessGroups, Any], Any], num_ranks: int, argument: Any, *, timeout_seconds: float = 60.0
+) -> list[Any]:
+    """Like `run_processes` for a worker that takes its rank's groups, of the role "decode"."""
+    return run_processes(partial(_with_groups, worker), num_ranks, argument, timeout_seconds=timeout_seconds)
+
+
+def _with_groups(worker: Callable, place: RankPlace, argument: Any) -> Any:
+    return worker(place.form_groups("decode"), argument)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from support.fake_model import NUM_EXPERTS, VOCAB_SIZE, FakeModel, fake_groups
+from support.processes import RankPlace
 
 from deepinfer.codec import pack, unpack, unpack_codes
 from deepinfer.distributed.local_dispatcher import LocalDispatcher
@@ -313,6 +315,34 @@ def answer_all(prefill: RankEngine, decode: RankEngine, requests: Sequence[Reque
             preempted = run_decode(decoding, admitted, answers, wake_id=wake_id) if admitted else []
             batch = [replay(*origins[index], answers[index]) for index in preempted]
     return answers
+
+
+def answer_rounds(
+    place: RankPlace, prefill: RankEngine, decode: RankEngine, rounds: Sequence[Sequence[Request]]
+) -> dict[int, list[int]]:
+    """One process of several: answer its own requests of each round; all ranks park between the rounds."""
+    answers: dict[int, Answer] = {}
+    with RunningEngine(prefill) as prefilling, RunningEngine(decode) as decoding:
+        for wake_id, requests in enumerate(rounds, start=1):
+            done, _ = run_prefill(prefilling, requests, wake_id=wake_id)
+            answers |= {index: Answer() for index in done}
+            for item, _ in done.values():
+                _take_first_tokens(item, answers)
+            going_on = [request for request in requests if done[request.index][0].kv is not None]
+            admitted = [(admission(request, done[request.index][0]), done[request.index][1]) for request in going_on]
+            run_decode(decoding, admitted, answers, wake_id=wake_id)
+            wait_until_parked(prefill)
+            wait_until_parked(decode)
+        place.wait_for_all("answered")  # a rank that has finished helps the others until then
+    return {index: answer.token_ids for index, answer in answers.items()}
+
+
+def wait_until_parked(engine: RankEngine) -> None:
+    """Wait until the engine's group has nothing to do."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not engine.status()["parked"]:
+        assert time.monotonic() < deadline, engine.status()
+        time.sleep(0.001)
 
 
 def _take_first_tokens(item: PrefilledRequest, answers: dict[int, Answer]) -> None:
