@@ -85,6 +85,8 @@ def run_job(
     """
     if options.input != "-" and options.output != "-" and _same_file(options.input, options.output):
         raise ConfigError("is the input file; name another one", path="--output")
+    if options.input != "-":
+        open_input(options.input).close()  # an input that isn't there leaves no trace of an output
     output = open_output(
         options.output,
         model_digest=options.model_digest,

@@ -1,0 +1,63 @@
+"""`deepinfer generate`: one-off prompts, answered token by token on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from deepinfer.cli.options import Address, Cluster, Model, Settings, Verbose, log_level, read_config
+from deepinfer.llm import LLM
+from deepinfer.log import set_up_logging
+from deepinfer.outputs import ChatOptions, Row
+from deepinfer.protocol import SamplingParams
+
+
+def generate(
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One or more prompts.")],
+    model: Model = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user's message.")] = False,
+    thinking: Annotated[
+        bool, typer.Option("--thinking", help="With --chat: let the model think first, on stderr.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Largest number of generated tokens.")] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 takes the most likely token.")] = 1.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Nucleus sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="0 is off.")] = 0,
+    min_p: Annotated[float, typer.Option("--min-p", help="Smallest probability relative to the largest.")] = 0.0,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="Stop string; repeatable.", show_default=False)
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same answer.", show_default=False)] = None,
+    cluster: Cluster = None,
+    address: Address = None,
+    settings: Settings = None,
+    verbose: Verbose = False,
+) -> None:
+    """Answer prompts and print the text as it comes.
+
+    Example: deepinfer generate "The capital of France is" --model tiny --max-tokens 16
+    """
+    config = read_config(cluster, settings=settings, model=model, address=address).config
+    set_up_logging(log_level(config, verbose=verbose))
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        stop=tuple(stop or ()),
+        seq_seed=seed,
+    )
+    with LLM(cluster=config) as llm:
+        for prompt in prompts:
+            if chat:
+                messages = [{"role": "user", "content": prompt}]
+                row = Row(tag=0, messages=messages, chat=ChatOptions(thinking=thinking), params=params)
+            else:
+                row = Row(tag=0, prompt=prompt, params=params)
+            for delta in llm.stream_row(row):
+                print(delta.reasoning, end="", flush=True, file=sys.stderr)
+                print(delta.content, end="", flush=True)
+            print(flush=True)

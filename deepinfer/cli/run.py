@@ -1,0 +1,115 @@
+"""`deepinfer run`: a batch file through a private engine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from deepinfer.batch_file import JobOptions, JobProgress, RowRunner, run_job
+from deepinfer.cli.display import ProgressDisplay, summary_table
+from deepinfer.cli.options import Address, Cluster, Model, Settings, Verbose, log_level, read_config
+from deepinfer.config import ClusterConfig, config_fields
+from deepinfer.errors import ClusterError, RankError
+from deepinfer.llm import LLM
+from deepinfer.log import set_up_logging
+from deepinfer.models.deepseek_v41.weights import model_digest
+from deepinfer.models.model_source import resolve_model
+from deepinfer.tokenizer import Tokenizer
+
+# Two runs that differ in one of these may answer the same row differently beyond rounding, so an output belongs to
+# one set of values. The checkpoint counts by its digest.
+ANSWER_SETTINGS = (
+    "model.max_model_len",
+    "model.prefill_truncation",
+    "model.prefill_keep_tokens",
+    "determinism.batch_invariant",
+    "kernels.numerics",
+    "kernels.overrides",
+)
+EXIT_ROW_ERRORS = 3
+
+
+def run(
+    source: Annotated[
+        str, typer.Option("--input", "-i", metavar="IN", help="Batch file: a path, a URL, or - for stdin.")
+    ],
+    target: Annotated[
+        str, typer.Option("--output", "-o", metavar="OUT", help="Output: a path, a URL, or - for stdout.")
+    ],
+    model: Model = None,
+    cluster: Cluster = None,
+    address: Address = None,
+    no_resume: Annotated[bool, typer.Option("--no-resume", help="Replace OUT instead of going on with it.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Redo the error rows of OUT.")] = False,
+    allow_row_errors: Annotated[
+        bool, typer.Option("--allow-row-errors", help="Exit 0, not 3, when the job ends with error rows.")
+    ] = False,
+    max_in_flight: Annotated[
+        int | None,
+        typer.Option("--max-in-flight", min=1, metavar="N", help="Rows at the engine at a time.", show_default=False),
+    ] = None,
+    settings: Settings = None,
+    verbose: Verbose = False,
+) -> None:
+    """Answer the rows of a batch file in OpenAI's format; run it again to go on after an interruption.
+
+    Example: deepinfer run -i rows.jsonl -o answers.jsonl --model tiny
+    """
+    config = read_config(cluster, settings=settings, model=model, address=address).config
+    directory = resolve_model(config.model.path, revision=config.model.revision, cache_dir=Path(config.cache_dir))
+    progress = JobProgress()
+    options = JobOptions(
+        input=source,
+        output=target,
+        model=config.model.path,
+        model_digest=model_digest(directory),
+        settings=answer_settings(config),
+        spool_directory=Path(config.cache_dir) / "spool",
+        resume=not no_resume,
+        retry_failed=retry_failed,
+        max_in_flight=max_in_flight,
+    )
+    begin = time.monotonic()
+    texts = Tokenizer.from_directory(directory)
+    try:
+        with ProgressDisplay(progress):
+            set_up_logging(log_level(config, verbose=verbose))
+            run_job(options, texts=texts, start_engine=lambda: _engine(config), progress=progress)
+    except (KeyboardInterrupt, ClusterError, RankError):
+        _say(f"{_rows_done(progress)}; run the same command again to go on")
+        raise
+    Console(stderr=True).print(summary_table(progress, place=target, seconds=time.monotonic() - begin))
+    if progress.num_failed and not allow_row_errors:
+        raise typer.Exit(EXIT_ROW_ERRORS)
+
+
+def answer_settings(config: ClusterConfig) -> dict[str, Any]:
+    """Return the fields of `config` that change answers."""
+    fields = config_fields(config)
+    return {path: fields[path] for path in ANSWER_SETTINGS}
+
+
+@contextmanager
+def _engine(config: ClusterConfig) -> Iterator[RowRunner]:
+    with LLM(cluster=config) as llm:
+        try:
+            yield llm
+        except KeyboardInterrupt:
+            _say("stopping the engine; Ctrl-C again leaves at once")
+            raise
+
+
+def _rows_done(progress: JobProgress) -> str:
+    total = "" if progress.num_rows is None else f" of {progress.num_rows}"
+    return f"{progress.num_done}{total} rows are finished"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
