@@ -72,7 +72,7 @@ class CandidateRule:
 
 @dataclass(slots=True, frozen=True)
 class Selection:
-    """`entries` [T, k] int64 ascending, -1 behind the last; `candidates` bool [T, C] by entry, when a rule was given."""
+    """`entries` [T, k] int64 ascending, -1 behind the last; `candidates` bool [T, C] by entry, if a rule was given."""
 
     entries: Tensor
     candidates: Tensor | None

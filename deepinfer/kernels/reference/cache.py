@@ -91,6 +91,6 @@ class PairCompress:
 
 IMPLEMENTATIONS = (
     implementation("record_formats", RecordFormats),
-    implementation("store_rows", lambda numerics: StoreRows()),
+    implementation("store_rows", lambda _: StoreRows()),
     implementation("pair_compress", PairCompress),
 )

@@ -67,7 +67,7 @@ def gate_values(streams: Tensor, memory: Tensor, query_weight: Tensor, key_weigh
 
 
 IMPLEMENTATIONS = (
-    implementation("engram_rows", lambda numerics: EngramRows()),
+    implementation("engram_rows", lambda _: EngramRows()),
     implementation("engram_lookup", EngramLookup),
     implementation("engram_gate", EngramGate),
 )

@@ -10,12 +10,12 @@ from torch import Tensor
 from deepinfer.kernels.ops import Numerics
 from deepinfer.kernels.reference.abilities import implementation
 from deepinfer.kernels.reference.matmul import matmul_rows
-from deepinfer.kernels.reference.quantize import dequantize_fp8, dequantize_fp8_tiles, quantize_fp8
+from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles, round_fp8
 
 
 def activation_values(x: Tensor, numerics: Numerics) -> Tensor:
     """float32 values that a quantised linear multiplies: x after the FP8 cast, or x itself."""
-    return dequantize_fp8(*quantize_fp8(x)) if numerics.quantise_activations else x.float()
+    return round_fp8(x) if numerics.quantise_activations else x.float()
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,7 +58,7 @@ class GroupedLinear:
 
 
 IMPLEMENTATIONS = (
-    implementation("linear", lambda numerics: Linear()),
+    implementation("linear", lambda _: Linear()),
     implementation("quantized_linear", QuantizedLinear),
     implementation("grouped_linear", GroupedLinear),
 )

@@ -32,6 +32,7 @@ class MixCoefficientsOf:
         num_iterations: int,
     ) -> MixCoefficients:
         num = streams.shape[1]
+        assert num <= 4, f"{num} streams: sums of more than 4 would depend on the batch"
         flat = streams.flatten(1).float()
         inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True) + epsilon)
         scores = matmul_rows(flat, function) * inverse
@@ -54,12 +55,8 @@ def _sinkhorn(logits: Tensor, epsilon: float, num_iterations: int) -> Tensor:
 
 
 def _sum(x: Tensor, axis: int) -> Tensor:
-    """Sum along a short axis in ascending order, the axis kept."""
-    first, *rest = x.split(1, axis)
-    total = first.clone()
-    for part in rest:
-        total += part
-    return total
+    """Sum along an axis of at most four, kept. torch adds so few in order, whatever stands beside them."""
+    return x.sum(axis, keepdim=True)
 
 
 @dataclass(slots=True, frozen=True)
@@ -95,7 +92,7 @@ def _weighted_sum(streams: Tensor, weights: Tensor) -> Tensor:
 
 
 IMPLEMENTATIONS = (
-    implementation("mix_coefficients", lambda numerics: MixCoefficientsOf()),
+    implementation("mix_coefficients", lambda _: MixCoefficientsOf()),
     implementation("collapse_streams", CollapseStreams),
     implementation("update_streams", UpdateStreams),
 )

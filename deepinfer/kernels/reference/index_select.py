@@ -5,6 +5,7 @@ Rows are cut into tiles of one sequence each, keys into blocks of 64; only pairs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,11 +34,24 @@ class _RowTiles:
     place: Tensor
 
 
+def choose_entries(scores: Tensor, num_selected: int) -> Tensor:
+    """The entries [T, k] with the largest scores above -inf, ascending, -1 behind; ties go to the lower entry."""
+    missing = num_selected - scores.shape[1]
+    if missing > 0:
+        scores = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
+    ordered, entries = torch.sort(scores, dim=1, descending=True, stable=True)
+    chosen, valid = entries[:, :num_selected], ordered[:, :num_selected] > -torch.inf
+    absent = scores.shape[1]
+    ascending = torch.where(valid, chosen, absent).sort(dim=1).values
+    return torch.where(ascending == absent, -1, ascending)
+
+
 @dataclass(slots=True, frozen=True)
 class IndexSelect:
-    """`ops.IndexSelect`."""
+    """`ops.IndexSelect`; `choose` (scores [T, C], number) -> entries is the tie rule."""
 
     numerics: Numerics
+    choose: Callable[[Tensor, int], Tensor] = choose_entries
 
     def __call__(
         self,
@@ -54,10 +68,10 @@ class IndexSelect:
     ) -> Selection:
         tiles = _cut_rows(sequence_starts, row_sequence, visible)
         scores = self.scores(query, weights, keys, tiles, visible)
-        pool = None if rule is None else choose_candidates(scores, visible, rule)
+        pool = None if rule is None else self._candidates(scores, visible, rule)
         if candidates is not None:
             scores = scores.masked_fill(~candidates, -torch.inf)
-        return Selection(choose_entries(scores, num_selected), pool)
+        return Selection(self.choose(scores, num_selected), pool)
 
     def scores(self, query: Tensor, weights: Tensor, keys: PagedRows, tiles: _RowTiles, visible: Tensor) -> Tensor:
         """float32 [T, C], C a multiple of the key block and the same for all rows; -inf where not visible."""
@@ -77,6 +91,19 @@ class IndexSelect:
         scores = blocks.transpose(1, 2).flatten(2)[tiles.tile, tiles.place]
         entries = torch.arange(scores.shape[1], device=query.device)
         return scores.masked_fill(entries >= visible.unsqueeze(1), -torch.inf)
+
+    def _candidates(self, scores: Tensor, visible: Tensor, rule: CandidateRule) -> Tensor:
+        """bool [T, C]: entries inside the kept blocks. A block without a visible entry is never kept."""
+        num_entries = scores.shape[1]
+        padded = torch.nn.functional.pad(scores, (0, -num_entries % rule.block_size), value=-torch.inf)
+        best = padded.unflatten(1, (-1, rule.block_size)).amax(2)
+        newest = (visible.unsqueeze(1) - 1) // rule.block_size
+        numbers = torch.arange(best.shape[1], device=scores.device)
+        best = best.masked_fill((numbers == newest) & (visible.unsqueeze(1) > 0), torch.inf)
+        kept = self.choose(best, rule.num_blocks)
+        mask = torch.zeros(best.shape[0], best.shape[1] + 1, dtype=torch.bool, device=scores.device)
+        mask.scatter_(1, torch.where(kept < 0, best.shape[1], kept), value=True)
+        return mask[:, :-1].repeat_interleave(rule.block_size, 1)[:, :num_entries]
 
     def _pair_scores(self, query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
         """query [P, R, Hi, di], weights [P, R, Hi], keys [P, 64, di] -> float32 [P, R, 64]."""
@@ -111,37 +138,11 @@ def _cut_rows(sequence_starts: Tensor, row_sequence: Tensor, visible: Tensor) ->
 
 
 def _load_keys(keys: PagedRows, sequence: Tensor, block: Tensor) -> Tensor:
-    """Unpack key block `block` [P] of `sequence` [P] -> float32 [P, 64, di]; entries beyond the table repeat its end."""
+    """Unpack key block `block` [P] of `sequence` [P] -> float32 [P, 64, di]; the end of the table is repeated."""
     entries = block.unsqueeze(1) * _KEY_BLOCK + torch.arange(_KEY_BLOCK, device=block.device)
     entries = entries.clamp_max(keys.block_table.shape[1] * keys.entries_per_block - 1)
     blocks = keys.block_table[sequence.unsqueeze(1), entries // keys.entries_per_block]
     return keys.record.unpack(keys.pool[blocks * keys.entries_per_block + entries % keys.entries_per_block])
-
-
-def choose_entries(scores: Tensor, num_selected: int) -> Tensor:
-    """The entries [T, k] with the largest scores above -inf, ascending, -1 behind; ties go to the lower entry."""
-    missing = num_selected - scores.shape[1]
-    if missing > 0:
-        scores = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
-    ordered, entries = torch.sort(scores, dim=1, descending=True, stable=True)
-    chosen, valid = entries[:, :num_selected], ordered[:, :num_selected] > -torch.inf
-    absent = scores.shape[1]
-    ascending = torch.where(valid, chosen, absent).sort(dim=1).values
-    return torch.where(ascending == absent, -1, ascending)
-
-
-def choose_candidates(scores: Tensor, visible: Tensor, rule: CandidateRule) -> Tensor:
-    """bool [T, C]: entries inside the kept blocks. A block without a visible entry is never kept."""
-    num_entries = scores.shape[1]
-    padded = torch.nn.functional.pad(scores, (0, -num_entries % rule.block_size), value=-torch.inf)
-    best = padded.unflatten(1, (-1, rule.block_size)).amax(2)
-    newest = (visible.unsqueeze(1) - 1) // rule.block_size
-    numbers = torch.arange(best.shape[1], device=scores.device)
-    best = best.masked_fill((numbers == newest) & (visible.unsqueeze(1) > 0), torch.inf)
-    kept = choose_entries(best, rule.num_blocks)
-    mask = torch.zeros(best.shape[0], best.shape[1] + 1, dtype=torch.bool, device=scores.device)
-    mask.scatter_(1, torch.where(kept < 0, best.shape[1], kept), value=True)
-    return mask[:, :-1].repeat_interleave(rule.block_size, 1)[:, :num_entries]
 
 
 IMPLEMENTATIONS = (implementation("index_select", IndexSelect),)

@@ -11,7 +11,7 @@ from deepinfer.kernels.ops import Numerics
 from deepinfer.kernels.reference.abilities import implementation
 from deepinfer.kernels.reference.elementwise import sigmoid, softplus
 from deepinfer.kernels.reference.gemm import activation_values
-from deepinfer.kernels.reference.matmul import matmul_rows
+from deepinfer.kernels.reference.matmul import ROW_TILE, matmul_tiles
 from deepinfer.kernels.reference.quantize import dequantize_fp4
 
 
@@ -47,42 +47,46 @@ class SwiGLU:
 
 @dataclass(slots=True, frozen=True)
 class PreparedExperts:
-    """float32 weights, exact: `gate`, `up` [E, I, D], `down` [E, D, I]."""
+    """float32 weights, exact: `gate_up` [E, 2 I, D], gates first; `down` [E, D, I]."""
 
-    gate: Tensor
-    up: Tensor
+    gate_up: Tensor
     down: Tensor
 
 
 @dataclass(slots=True, frozen=True)
 class ExpertMLP:
-    """`ops.ExpertMLP`: one expert after the other."""
+    """`ops.ExpertMLP`: rows of an expert go through in padded tiles of their own."""
 
     numerics: Numerics
 
     def prepare(
         self, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor
     ) -> PreparedExperts:
-        return PreparedExperts(
-            gate=dequantize_fp4(gate, gate_scale), up=dequantize_fp4(up, up_scale), down=dequantize_fp4(down, down_scale)
-        )
+        gate_up = torch.cat((dequantize_fp4(gate, gate_scale), dequantize_fp4(up, up_scale)), 1)
+        return PreparedExperts(gate_up, dequantize_fp4(down, down_scale))
 
     def __call__(
         self, rows: Tensor, weights: Tensor, tokens_per_expert: Tensor, experts: PreparedExperts, *, limit: float
     ) -> Tensor:
-        dtype, swiglu = self.numerics.dtype, SwiGLU(self.numerics)
-        values = activation_values(rows, self.numerics)
-        out = torch.empty_like(rows)
-        start = 0
-        for expert, count in enumerate(tokens_per_expert.tolist()):
-            if count:
-                own = slice(start, start + count)
-                gate = matmul_rows(values[own], experts.gate[expert]).to(dtype)
-                up = matmul_rows(values[own], experts.up[expert]).to(dtype)
-                hidden = swiglu(gate, up, limit=limit, weights=weights[own])
-                out[own] = matmul_rows(activation_values(hidden, self.numerics), experts.down[expert]).to(dtype)
-                start += count
-        return out
+        dtype, (places, tile_experts) = self.numerics.dtype, _place_rows(tokens_per_expert)
+        values = rows.new_zeros(len(tile_experts) * ROW_TILE, rows.shape[1], dtype=torch.float32)
+        values[places] = activation_values(rows, self.numerics)
+        gate, up = matmul_tiles(values, experts.gate_up, tile_experts)[places].to(dtype).chunk(2, 1)
+        hidden = SwiGLU(self.numerics)(gate, up, limit=limit, weights=weights)
+        values = values.new_zeros(len(values), hidden.shape[1])
+        values[places] = activation_values(hidden, self.numerics)
+        return matmul_tiles(values, experts.down, tile_experts)[places].to(dtype)
+
+
+def _place_rows(tokens_per_expert: Tensor) -> tuple[Tensor, list[int]]:
+    """Give every expert whole tiles: the place of each row [N] among the padded rows, and the expert of each tile."""
+    tiles = -(-tokens_per_expert // ROW_TILE)
+    expert = torch.repeat_interleave(tokens_per_expert)
+    first_row = tokens_per_expert.cumsum(0) - tokens_per_expert
+    first_place = (tiles.cumsum(0) - tiles) * ROW_TILE
+    rows = torch.arange(len(expert), device=expert.device)
+    places = rows - first_row[expert] + first_place[expert]
+    return places, torch.repeat_interleave(tiles).tolist()
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,7 +103,7 @@ class CombineExperts:
 
 
 IMPLEMENTATIONS = (
-    implementation("route_tokens", lambda numerics: RouteTokens()),
+    implementation("route_tokens", lambda _: RouteTokens()),
     implementation("swiglu", SwiGLU),
     implementation("expert_mlp", ExpertMLP),
     implementation("combine_experts", CombineExperts),

@@ -23,19 +23,21 @@ def decode_e8m0(scale: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def encode_e8m0_ceiling(values: Tensor) -> Tensor:
-    """Return the byte of the smallest power of two >= `values` (float32, normal, positive), from the IEEE bits."""
-    bits = values.view(torch.int32)
-    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).to(torch.uint8)
+def round_up_to_power_of_two(values: Tensor) -> Tensor:
+    """Return the smallest power of two >= each value (float32, normal, positive), from the IEEE bits."""
+    return ((values.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes (float8_e4m3fn [..., K]) and E8M0 bytes (uint8 [..., K/32]); scale >= 2^-22."""
-    groups = x.float().unflatten(-1, (-1, BLOCK))
-    largest = groups.abs().amax(-1).clamp_min(1e-4)
-    scale = encode_e8m0_ceiling(largest * (1.0 / _E4M3_MAX))
-    scaled = (groups / decode_e8m0(scale).unsqueeze(-1)).clamp(-_E4M3_MAX, _E4M3_MAX)
-    return scaled.to(torch.float8_e4m3fn).flatten(-2), scale
+    codes, scale = _scale_fp8(x)
+    return codes.flatten(-2), _exponent_byte(scale.squeeze(-1))
+
+
+def round_fp8(x: Tensor) -> Tensor:
+    """Return the float32 values that `quantize_fp8` keeps."""
+    codes, scale = _scale_fp8(x)
+    return (codes.float() * scale).flatten(-2)
 
 
 def dequantize_fp8(codes: Tensor, scale: Tensor) -> Tensor:
@@ -43,13 +45,29 @@ def dequantize_fp8(codes: Tensor, scale: Tensor) -> Tensor:
     return (codes.float().unflatten(-1, (-1, BLOCK)) * decode_e8m0(scale).unsqueeze(-1)).flatten(-2)
 
 
+def _scale_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [..., K/32, 32] and float32 scales [..., K/32, 1].
+
+    No clamp: amax / scale exceeds 448 by at most one rounding of 1/448, and E4M3 rounds all up to 464 to 448.
+    """
+    groups = x.float().unflatten(-1, (-1, BLOCK))
+    largest = groups.abs().amax(-1, keepdim=True).clamp_min(1e-4)
+    scale = round_up_to_power_of_two(largest * (1.0 / _E4M3_MAX))
+    return (groups / scale).to(torch.float8_e4m3fn), scale
+
+
+def _exponent_byte(power: Tensor) -> Tensor:
+    """E8M0 byte of a normal power of two."""
+    return (power.view(torch.int32) >> 23).to(torch.uint8)
+
+
 def quantize_fp4_index(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return packed e2m1 codes (uint8 [..., K/2]) and E8M0 bytes (uint8 [..., K/32])."""
     groups = x.float().unflatten(-1, (-1, BLOCK))
     largest = groups.abs().amax(-1).clamp_min(_E2M1_MAX * 2.0**-126)
-    scale = encode_e8m0_ceiling(largest * (1.0 / _E2M1_MAX))
-    codes = _encode_e2m1(groups / decode_e8m0(scale).unsqueeze(-1))
-    return _pack_nibbles(codes.flatten(-2)), scale
+    scale = round_up_to_power_of_two(largest * (1.0 / _E2M1_MAX))
+    codes = _encode_e2m1(groups / scale.unsqueeze(-1))
+    return _pack_nibbles(codes.flatten(-2)), _exponent_byte(scale)
 
 
 def dequantize_fp4(packed: Tensor, scale: Tensor) -> Tensor:

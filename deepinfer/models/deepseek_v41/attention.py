@@ -9,6 +9,7 @@ from deepinfer.models.deepseek_v41.caches import Caches
 from deepinfer.models.deepseek_v41.compressor import Compressor
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.indexer import Indexer, Published
+from deepinfer.models.deepseek_v41.stacked import stack_rows
 from deepinfer.models.deepseek_v41.step_rows import StepRows
 from deepinfer.models.deepseek_v41.weight_types import AttentionWeights, QuantizedLinear
 
@@ -32,8 +33,9 @@ class Attention:
         self.num_heads, self.num_groups = config.num_attention_heads, config.o_groups
         self.epsilon, self.scale = config.rms_norm_eps, config.head_dim**-0.5
         self.source = config.kv_source_of(layer)
-        self.query_down, self.query_up = prepare(weights.wq_a), prepare(weights.wq_b)
-        self.latent_weight, self.out_weight = prepare(weights.wkv), prepare(weights.wo_b)
+        self.down_weight, self.query_up = prepare(stack_rows(weights.wq_a, weights.wkv)), prepare(weights.wq_b)
+        self.down_widths = [config.q_lora_rank, config.head_dim]
+        self.out_weight = prepare(weights.wo_b)
         wo_a = weights.wo_a
         self.group_weight = kernels.grouped_linear.prepare(wo_a.weight, wo_a.scale, num_groups=config.o_groups)
         self.query_norm, self.latent_norm, self.sink = weights.q_norm, weights.kv_norm, weights.attn_sink
@@ -49,11 +51,10 @@ class Attention:
         """Return [T, D] from the normalised input `hidden` [T, D]; writes this layer's caches."""
         kernels = self.kernels
         rotation = rows.window_rotation if self.source is None else rows.compressed_rotation
-        query_latent = kernels.quantized_linear(hidden, self.query_down)
+        query_latent, latent = kernels.quantized_linear(hidden, self.down_weight).split(self.down_widths, 1)
         query_latent = kernels.rms_norm(query_latent, self.query_norm, epsilon=self.epsilon)
         query = kernels.quantized_linear(query_latent, self.query_up).unflatten(1, (self.num_heads, -1))
         query = kernels.rotate(query, rotation.cosine, rotation.sine)
-        latent = kernels.quantized_linear(hidden, self.latent_weight)
         latent = kernels.rms_norm(latent, self.latent_norm, epsilon=self.epsilon)
         records = caches.layout.window_record.pack(kernels.rotate(latent, rotation.cosine, rotation.sine))
         if self.compressor is not None:
@@ -66,9 +67,7 @@ class Attention:
         grouped = kernels.grouped_linear(out.reshape(len(out), self.num_groups, -1), self.group_weight)
         return kernels.quantized_linear(grouped, self.out_weight)
 
-    def _attend(
-        self, query: Tensor, records: Tensor, rows: StepRows, caches: Caches, published: Published
-    ) -> Tensor:
+    def _attend(self, query: Tensor, records: Tensor, rows: StepRows, caches: Caches, published: Published) -> Tensor:
         compressed = self.source is not None
         return self.kernels.sparse_attention(
             query,

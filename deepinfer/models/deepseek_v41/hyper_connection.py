@@ -19,9 +19,7 @@ class HyperConnection:
         self.epsilon, self.mix_epsilon = config.rms_norm_eps, config.hc_eps
         self.num_iterations = config.hc_sinkhorn_iters
 
-    def __call__(
-        self, streams: Tensor, pre: Tensor, sublayer: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, streams: Tensor, pre: Tensor, sublayer: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Run `sublayer` ([T, D] -> [T, D]) on the normalised collapse of `streams` [T, M, D] by `pre` [T, M].
 
         Returns the updated streams and the `pre` of the next sublayer.

@@ -8,6 +8,7 @@ from torch import Tensor
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.models.deepseek_v41.stacked import stack_rows
 from deepinfer.models.deepseek_v41.weight_types import MoeWeights, QuantizedLinear
 
 
@@ -25,7 +26,7 @@ class MixtureOfExperts:
         self.experts = kernels.expert_mlp.prepare(
             experts.w1, experts.w1_scale, experts.w3, experts.w3_scale, experts.w2, experts.w2_scale
         )
-        self.shared_gate, self.shared_up, self.shared_down = prepare(shared.w1), prepare(shared.w3), prepare(shared.w2)
+        self.shared_gate_up, self.shared_down = prepare(stack_rows(shared.w1, shared.w3)), prepare(shared.w2)
 
     def __call__(self, hidden: Tensor, is_padding: Tensor, dispatcher: TokenDispatcher) -> Tensor:
         """Return [T, D] from the normalised input `hidden` [T, D]; a collective of the expert-parallel group."""
@@ -41,6 +42,5 @@ class MixtureOfExperts:
 
     def _shared(self, hidden: Tensor) -> Tensor:
         kernels = self.kernels
-        gate = kernels.quantized_linear(hidden, self.shared_gate)
-        up = kernels.quantized_linear(hidden, self.shared_up)
+        gate, up = kernels.quantized_linear(hidden, self.shared_gate_up).chunk(2, 1)
         return kernels.quantized_linear(kernels.swiglu(gate, up, limit=self.limit), self.shared_down)

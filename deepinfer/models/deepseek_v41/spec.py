@@ -1,0 +1,68 @@
+"""The `ModelSpec` of DeepSeek-V4.1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepinfer.kernels.registry import KernelSet
+from deepinfer.kv_cache.kv_groups import KVGroup
+from deepinfer.models.deepseek_v41.caches import cache_groups, cache_layout
+from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.models.deepseek_v41.config_file import read_config
+from deepinfer.models.deepseek_v41.model import DeepseekV41
+from deepinfer.models.deepseek_v41.token_map import read_token_map
+from deepinfer.models.deepseek_v41.weights import load_weights
+
+
+@dataclass(slots=True, frozen=True)
+class DeepseekV41Spec:
+    """See `model_spec.ModelSpec`."""
+
+    config: ModelConfig
+    name: str = "deepseek_v41"
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding and of the head."""
+        return self.config.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens."""
+        return self.config.max_position_embeddings
+
+    @property
+    def eos_token_id(self) -> int:
+        """Token that ends a sequence."""
+        return self.config.eos_token_id
+
+    @property
+    def num_experts(self) -> int:
+        """Logical routed experts of each layer."""
+        return self.config.n_routed_experts
+
+    def kv_groups(self, kernels: KernelSet, *, tokens_per_block: int) -> tuple[KVGroup, ...]:
+        """See `model_spec.ModelSpec`; `tokens_per_block` is even."""
+        return cache_groups(cache_layout(self.config, kernels), tokens_per_block=tokens_per_block)
+
+    def load(
+        self, directory: Path, *, kernels: KernelSet, device: torch.device, rank: int, num_ranks: int
+    ) -> DeepseekV41:
+        """See `model_spec.ModelSpec`; rank r holds the experts r * E // R .. (r + 1) * E // R - 1 of every layer."""
+        first, end = (index * self.num_experts // num_ranks for index in (rank, rank + 1))
+        weights = load_weights(
+            directory,
+            self.config,
+            expert_ids=(tuple(range(first, end)),) * self.config.num_layers,
+            device=device,
+        )
+        token_map = torch.from_numpy(read_token_map(directory, self.config)).to(device, torch.int64)
+        return DeepseekV41(self.config, weights, token_map, kernels)
+
+
+def build_spec(directory: Path) -> DeepseekV41Spec:
+    """Read `config.json`; raises `ConfigError` naming the field that is wrong."""
+    return DeepseekV41Spec(read_config(directory))
