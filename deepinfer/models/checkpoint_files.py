@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any, Final
 
@@ -101,15 +102,18 @@ class CheckpointFiles:
     def map_rows(self, name: str, first_row: int, num_rows: int) -> torch.Tensor:
         """Return the same rows as a memory map of the file: pages are read when touched and shared by all processes.
 
-        The mapping is private: a write would change this process's copy only.
+        Read-only: writing to the tensor ends the process. (A writable private map of a table larger than the memory
+        would be refused by Linux's overcommit rule.)
         """
         begin, shape, dtype = self._rows(name, first_row, num_rows)
         if num_rows == 0:
             return torch.empty(shape, dtype=dtype)
         file, num_bytes = self._entry(name).file, math.prod(shape) * dtype.itemsize
         assert begin % dtype.itemsize == 0, (name, begin)
-        data = np.memmap(file, dtype=np.uint8, mode="c", offset=begin, shape=(num_bytes,))
-        return torch.from_numpy(data).view(dtype).view(shape)
+        data = np.memmap(file, dtype=np.uint8, mode="r", offset=begin, shape=(num_bytes,))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(data).view(dtype).view(shape)
 
     def _rows(self, name: str, first_row: int, num_rows: int) -> tuple[int, tuple[int, ...], torch.dtype]:
         entry = self._entry(name)
