@@ -70,7 +70,7 @@ class RequestOutput:
     """The answer to one request. With `error` set there is no other result, and `outputs` is empty.
 
     `prompt_logprobs[i]` is None for i = 0, else a dict like those of `CompletionOutput.logprobs`. `seed` is the one
-    that was used, drawn by the engine when the request named none.
+    that was used, drawn by the engine when the request named none. `tag` is that of the row in `LLM.generate_iter`.
     """
 
     request_id: str
@@ -84,6 +84,7 @@ class RequestOutput:
     seed: int | None = None
     error: RequestError | None = None
     finished: bool = True
+    tag: Any = None
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ ORDER = [
     "models", "sampling",
     "runtime",
     "actors",
-    "outputs", "client", "llm", "batch_file", "launcher", "cli",
+    "outputs", "launcher", "client", "llm", "batch_file", "cli",
 ]  # fmt: skip
 
 _GROUND = {"msgspec", "numpy", "yaml"}

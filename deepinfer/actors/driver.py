@@ -45,6 +45,9 @@ from deepinfer.scheduler.load_balancer import DecodeCapacity
 
 # Below this many running sequences every result is passed on at once; above it results are gathered.
 _FEW_SEQUENCES = 8
+# A request that loses its rank this often fails; that is sooner than the group gives up, so that one request which
+# breaks every rank it meets does not end the engine.
+_MAX_ATTEMPTS = 2
 _COUNT_SECONDS = 0.05
 _ADMIT_SECONDS = 0.01
 _DELIVER_SECONDS = 0.02
@@ -229,6 +232,7 @@ class Driver:
             ],
             groups=decode[0].groups,
             draw_seed=lambda: secrets.randbits(63),
+            max_attempts=_MAX_ATTEMPTS,
         )
 
     async def _send_batches(self) -> None:

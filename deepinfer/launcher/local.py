@@ -1,8 +1,8 @@
 """A private Ray on this machine, or a connection to one that is already there.
 
-A private Ray belongs to the process that started it: its processes know each other by the loopback address, it has
-its own token and its own folder, and it dies with that process, however the process ends. Everything about it is set
-here explicitly, so that a Ray of the same user beside it is neither seen nor disturbed.
+A private Ray belongs to the process that started it: it has its own token and its own folder, and it dies with that
+process, however the process ends. Everything about it is set here explicitly, so that a Ray of the same user beside it
+is neither seen nor disturbed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ def _start_private(config: ClusterConfig) -> RayConnection:
                 log_to_driver=False,
                 logging_level="ERROR",
                 _temp_dir=str(folder),
-                _node_ip_address="127.0.0.1",
             )
     except Exception as error:
         connection.close()

@@ -53,10 +53,10 @@ DIGEST = layout_digest(GROUPS)
 
 
 class Fault(enum.IntEnum):
-    """What a decode rank does when such a prompt arrives. The `*_ONCE` faults spare replayed requests."""
+    """What a rank does when such a prompt arrives. The `*_ONCE` faults spare replayed requests."""
 
     RAISE = 1
-    HANG = 2
+    HANG_ONCE = 2
     FAIL_REQUEST = 3
     KILL_ONCE = 4
     KILL_PREFILL_ONCE = 5
@@ -214,7 +214,7 @@ class FakeEngine:
     def _misbehave(self, fault: Fault, request: Request, *, is_replay: bool) -> None:
         if fault is Fault.RAISE:
             raise ValueError("the fake device is on fire")
-        if fault is Fault.HANG:
+        if fault is Fault.HANG_ONCE and not is_replay:
             time.sleep(3600)
         if fault is Fault.KILL_ONCE and not is_replay:
             os.kill(os.getpid(), signal.SIGKILL)
