@@ -50,7 +50,7 @@ def encode_chat(
     tokenizer: Tokenizer,
     messages: object,
     *,
-    thinking: bool = True,
+    thinking: object = True,
     reasoning_effort: object = None,
     tools: object = None,
     tool_choice: object = None,
@@ -67,6 +67,8 @@ def encode_chat(
     history = parse_messages(messages)
     parsed_tools = parse_tools(tools)
     effort = _check_effort(reasoning_effort)
+    if not isinstance(thinking, bool):
+        raise invalid("thinking", f"is {thinking!r}; use true or false")
     thinking = thinking and effort != "none"
     uses_tools = _check_tool_choice(tool_choice) and bool(parsed_tools)
     declared = parsed_tools if uses_tools else ()

@@ -171,7 +171,7 @@ class OutputParser:
             self._add_reasoning(plain(text))
         elif self._state is _State.CONTENT:
             self._add_content(plain(text))
-        elif not self._calls.closed:
+        else:
             self._calls.text(text)
 
     def _read_tag(self, tag: Tag) -> None:

@@ -88,6 +88,7 @@ def controls(tokenizer: Tokenizer, encoded: EncodedChat) -> list[str]:
             "messages[1].tool_calls[0].function.arguments",
             "must be text, not int",
         ),
+        ({"messages": [USER], "thinking": "yes"}, "thinking", "is 'yes'; use true or false"),
         ({"messages": [USER], "reasoning_effort": "medium"}, "reasoning_effort", "'medium'; use low, high"),
         ({"messages": [USER], "reasoning_effort": 0}, "reasoning_effort", "integer 1 to 100"),
         ({"messages": [USER], "reasoning_effort": True}, "reasoning_effort", "integer 1 to 100"),
@@ -230,17 +231,47 @@ def test_effort_none_switches_thinking_off(tokenizer: Tokenizer) -> None:
     assert encoded.text.endswith("</think>")
 
 
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind.\n\n## Tools\n\nYou"}]])
-def test_kept_reasoning_changes_nothing_else(tokenizer: Tokenizer, system: list[dict[str, str]]) -> None:
-    answer = {"role": "assistant", "content": "a", "reasoning": "because"}
-    messages = [*system, USER, answer, USER]
+@pytest.mark.parametrize("system", [None, "Be kind.", "x{section}y"])
+def test_kept_reasoning_changes_nothing_else(tokenizer: Tokenizer, system: str | None) -> None:
+    """Also not where the system message quotes a whole section of tools."""
+    tool = {"function": {"name": "placeholder"}}
+    section = encode_chat(tokenizer, [USER], tools=[tool], thinking=False).text
+    section = section.removeprefix("<｜begin▁of▁sentence｜><｜System｜>").removesuffix(
+        "<｜User｜>q<｜Assistant｜></think>"
+    )
+    answer = {"role": "assistant", "content": "a", "reasoning": "because", "reasoning_content": "because"}
+    messages = [USER, answer, USER]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system.replace("{section}", section)})
     schema = {"type": "json_schema", "json_schema": {"schema": {"title": "t"}}}
     kept = encode_chat(tokenizer, messages, drop_thinking=False, response_format=schema)
     dropped = encode_chat(tokenizer, messages, response_format=schema)
     assert kept.text == dropped.text.replace("</think>a", "<think>because</think>a")
     assert tokenizer.decode(kept.token_ids, skip_special_tokens=False) == kept.text
+    assert controls(tokenizer, kept).count("<think>") == controls(tokenizer, dropped).count("<think>") + 1
     assert not kept.output_format.parse_tools
     assert kept.tools == ()
+
+
+def test_without_thinking_no_reasoning_is_kept(tokenizer: Tokenizer) -> None:
+    messages = [USER, {"role": "assistant", "content": "a", "reasoning": "because"}, USER]
+    kept = encode_chat(tokenizer, messages, drop_thinking=False, thinking=False)
+    assert kept == encode_chat(tokenizer, messages, thinking=False)
+
+
+@pytest.mark.parametrize(
+    ("task", "end"),
+    [
+        ("action", "<｜User｜>q<｜Assistant｜></think><｜action｜>"),
+        ("query", "<｜User｜>q<｜query｜>"),
+        ("read_url", "<｜User｜>q<｜read_url｜>"),
+    ],
+)
+def test_task_tokens(tokenizer: Tokenizer, task: str, end: str) -> None:
+    encoded = encode_chat(tokenizer, [{**USER, "task": task}], thinking=False)
+    assert encoded.text == f"<｜begin▁of▁sentence｜>{end}"
+    assert controls(tokenizer, encoded)[-1] == f"<｜{task}｜>"
+    assert not encoded.output_format.in_reasoning
 
 
 def test_tool_choice_none_hides_the_tools(tokenizer: Tokenizer) -> None:

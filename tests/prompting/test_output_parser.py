@@ -12,7 +12,7 @@ from prompting_answers import block, cut_randomly, invoke, parameter, read, toke
 
 from deepinfer.protocol import OutputFormat
 from deepinfer.tokenizer import OutputParser, ParsedOutput, Tokenizer, ToolSchema, parse_tools
-from deepinfer.tokenizer.dsml import DSML
+from deepinfer.tokenizer.dsml import DSML, MAX_TAG_CHARACTERS
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "prompting.json").read_text())["parse"]
 TOOLS = parse_tools(
@@ -163,6 +163,24 @@ def test_lone_wrapper_is_unwrapped(tokenizer: Tokenizer) -> None:
     assert calls_of(tokenizer, text, tools=TOOLS) == ("", [("search", '{"input": "words"}')])
 
 
+def test_wrapper_beside_other_arguments_is_an_argument(tokenizer: Tokenizer) -> None:
+    wrapped = parameter("input", '{"a": 1}', string="false")
+    text = block(invoke("search", parameter("query", "a"), wrapped))
+    assert calls_of(tokenizer, text, tools=TOOLS) == ("", [("search", '{"query": "a", "input": {"a": 1}}')])
+    alone = f'<{DSML} calls><{DSML} invoke name="search">{wrapped}'
+    assert calls_of(tokenizer, alone, tools=TOOLS, finish="length") == ("", [("search", '{"a": 1}')])
+
+
+def test_unmarked_value_that_only_python_reads_is_text(tokenizer: Tokenizer) -> None:
+    text = block(invoke("f", parameter("x", "NaN", string=None)))
+    assert calls_of(tokenizer, text) == ("", [("f", '{"x": "NaN"}')])
+
+
+def test_endless_tag_is_text(tokenizer: Tokenizer) -> None:
+    text = f'x <{DSML} invoke name="{"a" * MAX_TAG_CHARACTERS}'
+    assert calls_of(tokenizer, text) == (text, [])
+
+
 def test_cut_calls_stay_open(tokenizer: Tokenizer) -> None:
     whole = f'<{DSML} calls>\n<{DSML} invoke name="search">\n<{DSML} parameter name="query" string="true">a'
     assert calls_of(tokenizer, whole, finish="length") == ("", [("search", '{"query": "a')])
@@ -246,6 +264,19 @@ def test_stop_string_right_behind_half_a_character(tokenizer: Tokenizer) -> None
     assert result.content == "cat \N{REPLACEMENT CHARACTER}"
 
 
+def test_half_a_character_stays_before_a_control_token(tokenizer: Tokenizer) -> None:
+    half = tokenizer.encode_text("🐈")[:1]
+    ids = [*tokens_of(tokenizer, "ab"), *half, *tokens_of(tokenizer, "</think>cd"), *half, *tokens_of(tokenizer, DSML)]
+    result = read(tokenizer, ids, thinking=True, parse_tools=True)
+    assert result.reasoning == "ab\N{REPLACEMENT CHARACTER}"
+    assert result.content == f"cd\N{REPLACEMENT CHARACTER}{DSML}"
+
+
+def test_block_cut_inside_the_reasoning(tokenizer: Tokenizer) -> None:
+    result = read(tokenizer, tokens_of(tokenizer, f"r\n\n<{DSML} cal"), thinking=True, parse_tools=True)
+    assert (result.reasoning, result.content) == ("r", "")
+
+
 def test_stop_string_neither_in_reasoning_nor_in_calls(tokenizer: Tokenizer) -> None:
     text = f"a END</think>x\n\n{block(invoke('f', parameter('k', 'END')))}"
     result = read(tokenizer, tokens_of(tokenizer, text), thinking=True, parse_tools=True, stop=("END", "invoke"))
@@ -255,7 +286,7 @@ def test_stop_string_neither_in_reasoning_nor_in_calls(tokenizer: Tokenizer) -> 
 
 def test_text_kind_shows_everything_but_flagged_tokens(tokenizer: Tokenizer) -> None:
     ids = [0, *tokens_of(tokenizer, f"\n\na<think>b</think>\n{block(PLAIN)}"), tokenizer.eos_token_id]
-    result = read(tokenizer, ids, kind="text")
+    result = read(tokenizer, ids, kind="text", parse_tools=True)
     assert result.content == f"\n\na<think>b</think>\n{block(PLAIN)}"
     assert (result.reasoning, result.tool_calls, result.finish_reason) == ("", (), "stop")
     shown = read(tokenizer, ids, kind="text", skip_special_tokens=False)
