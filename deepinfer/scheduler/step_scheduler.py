@@ -91,8 +91,11 @@ class StepScheduler:
         self._lane.fail(index, kind, text, retryable=retryable)
 
     def has_work(self) -> bool:
-        """True while anything waits, runs, is being exported, is in flight, or is to be reported."""
-        return bool(self._steps_in_flight) or self._lane.has_work()
+        """True while anything waits, runs, is being exported, or is to be reported; an idle step in flight is no work.
+
+        A sequence with a step in flight counts as running, so nothing is lost by parking when this is False.
+        """
+        return self._lane.has_work()
 
     def next_imports(self) -> list[KVImport]:
         """Decode: place sequences; their KV has to be scattered before the plan that follows runs. Prefill: none."""
