@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,7 +46,10 @@ class JobOptions:
 
 @dataclass(slots=True)
 class JobProgress:
-    """Running totals. `num_rows` None: not known. Answered and failed rows include the `num_kept` of earlier runs."""
+    """Running totals. `num_rows` None: not known. Answered and failed rows include the `num_kept` of earlier runs.
+
+    `ready_at`: time.monotonic() when the engine took its first row, None before.
+    """
 
     num_rows: int | None = None
     num_kept: int = 0
@@ -54,7 +57,7 @@ class JobProgress:
     num_failed: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
-    begin: float = field(default_factory=time.monotonic)
+    ready_at: float | None = None
 
     @property
     def num_done(self) -> int:
@@ -125,6 +128,7 @@ class _Job:
             if first is None:
                 return
             with start_engine() as engine:
+                self._progress.ready_at = time.monotonic()
                 every = itertools.chain((first,), rows)
                 for result in engine.run_rows(every, max_in_flight=self._options.max_in_flight):
                     self._finish(result)

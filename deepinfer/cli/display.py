@@ -47,8 +47,10 @@ class ProgressDisplay:
             self._write_lines()
 
     def _write_lines(self) -> None:
+        """Write lines once the engine is up; while it starts, it logs its own."""
         while not self._ending.wait(self._line_seconds):
-            print(self._rows_text() + ", " + self._figures(), file=self._stream, flush=True)
+            if self._progress.ready_at is not None:
+                print(f"{self._rows_text()}, {self._figures()}", file=self._stream, flush=True)
 
     def _show_bar(self) -> None:
         columns = (
@@ -94,8 +96,8 @@ class ProgressDisplay:
         return (now[1] - then[1]) / seconds, (now[2] - then[2]) / seconds, (now[3] - then[3]) / seconds
 
 
-def summary_table(progress: JobProgress, *, place: str, seconds: float) -> Table:
-    """Return the table that ends a job."""
+def summary_table(progress: JobProgress, *, place: str, begin: float, end: float) -> Table:
+    """Return the table that ends a job; `begin` and `end` are values of time.monotonic()."""
     table = Table(show_header=False, title="batch job", title_justify="left")
     table.add_column()
     table.add_column(justify="right")
@@ -104,11 +106,14 @@ def summary_table(progress: JobProgress, *, place: str, seconds: float) -> Table
     table.add_row("answered", f"{progress.num_answered:,}")
     table.add_row("failed", f"{progress.num_failed:,}")
     if progress.num_kept:
-        table.add_row("kept from earlier runs", f"{progress.num_kept:,}")
+        table.add_row("of these from earlier runs", f"{progress.num_kept:,}")
     table.add_row("prompt tokens", f"{progress.num_prompt_tokens:,}")
     table.add_row("generated tokens", f"{progress.num_generated_tokens:,}")
-    table.add_row("time", duration(seconds))
-    table.add_row("generated tokens/s", f"{progress.num_generated_tokens / max(seconds, 1e-9):,.1f}")
+    table.add_row("time", duration(end - begin))
+    if progress.ready_at is not None:
+        table.add_row("of this starting the engine", duration(progress.ready_at - begin))
+        rate = progress.num_generated_tokens / max(end - progress.ready_at, 1e-9)
+        table.add_row("generated tokens/s after that", f"{rate:,.1f}")
     table.add_row("output", place)
     return table
 

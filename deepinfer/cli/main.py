@@ -21,7 +21,7 @@ EXIT_ENGINE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 # click's UsageError, which some versions of typer take from click and others from a copy of their own.
-USAGE_ERRORS: tuple[type[Exception], ...] = typer.BadParameter.__bases__  # type: ignore[assignment]
+USAGE_ERRORS: tuple[type[Exception], ...] = typer.BadParameter.__bases__
 
 app = typer.Typer(
     name="deepinfer",

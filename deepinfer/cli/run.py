@@ -62,9 +62,9 @@ def run(
 
     Example: deepinfer run -i rows.jsonl -o answers.jsonl --model tiny
     """
+    begin = time.monotonic()
     config = read_config(cluster, settings=settings, model=model, address=address).config
     directory = resolve_model(config.model.path, revision=config.model.revision, cache_dir=Path(config.cache_dir))
-    progress = JobProgress()
     options = JobOptions(
         input=source,
         output=target,
@@ -76,16 +76,10 @@ def run(
         retry_failed=retry_failed,
         max_in_flight=max_in_flight,
     )
-    begin = time.monotonic()
-    texts = Tokenizer.from_directory(directory)
-    try:
-        with ProgressDisplay(progress):
-            set_up_logging(log_level(config, verbose=verbose))
-            run_job(options, texts=texts, start_engine=lambda: _engine(config), progress=progress)
-    except (KeyboardInterrupt, ClusterError, RankError):
-        _say(f"{_rows_done(progress)}; run the same command again to go on")
-        raise
-    Console(stderr=True).print(summary_table(progress, place=target, seconds=time.monotonic() - begin))
+    progress = JobProgress()
+    _answer(options, config, directory, progress, verbose=verbose)
+    table = summary_table(progress, place=target, begin=begin, end=time.monotonic())
+    Console(stderr=True).print(table)
     if progress.num_failed and not allow_row_errors:
         raise typer.Exit(EXIT_ROW_ERRORS)
 
@@ -94,6 +88,19 @@ def answer_settings(config: ClusterConfig) -> dict[str, Any]:
     """Return the fields of `config` that change answers."""
     fields = config_fields(config)
     return {path: fields[path] for path in ANSWER_SETTINGS}
+
+
+def _answer(
+    options: JobOptions, config: ClusterConfig, directory: Path, progress: JobProgress, *, verbose: bool
+) -> None:
+    texts = Tokenizer.from_directory(directory)
+    try:
+        with ProgressDisplay(progress):
+            set_up_logging(log_level(config, verbose=verbose))  # behind the bar, which takes stderr over
+            run_job(options, texts=texts, start_engine=lambda: _engine(config), progress=progress)
+    except (KeyboardInterrupt, ClusterError, RankError):
+        _say(f"{_rows_done(progress)}; run the same command again to go on")
+        raise
 
 
 @contextmanager
