@@ -1,0 +1,97 @@
+"""The private Ray: what it sets, what it takes away again, and that it dies with its owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from conftest import small_config
+
+from deepinfer.launcher import open_ray
+from deepinfer.launcher.local import _make_folder, _remove_stale_folders
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+OWNER = """
+import sys, time
+import ray
+from conftest import small_config
+from deepinfer.launcher import open_ray
+
+connection = open_ray(small_config())
+
+@ray.remote(num_cpus=0)
+class Sleeper:
+    def pid(self):
+        import os
+        return os.getpid()
+    def sleep(self):
+        time.sleep(3600)
+
+sleeper = Sleeper.remote()
+pid = ray.get(sleeper.pid.remote())
+sleeper.sleep.remote()
+print(pid, connection.folder, flush=True)
+if sys.argv[1] == "stay":
+    time.sleep(3600)
+connection.close()
+print(ray.is_initialized(), connection.folder, flush=True)
+"""
+
+
+def start_owner(argument: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "RAY_AUTH_MODE": "disabled"}
+    return subprocess.Popen([sys.executable, "-c", OWNER, argument], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def test_a_ray_that_is_in_use_already_is_left_alone(local_ray: None) -> None:
+    connection = open_ray(small_config())
+    connection.close()
+    assert ray.is_initialized()
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_close_takes_everything_away(tmp_path: Path) -> None:
+    with start_owner("leave") as owner:
+        pid, folder = owner.stdout.readline().split()
+        children = psutil.Process(owner.pid).children(recursive=True)
+        assert int(pid) in {child.pid for child in children}
+        assert owner.stdout.readline().split() == ["False", "None"]
+        assert owner.wait(30) == 0
+    assert not Path(folder).exists()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+@pytest.mark.slow
+def test_a_killed_owner_leaves_no_process_and_its_folder_goes_with_the_next_start() -> None:
+    with start_owner("stay") as owner:
+        pid, folder = owner.stdout.readline().split()
+        children = psutil.Process(owner.pid).children(recursive=True)
+        os.kill(owner.pid, signal.SIGKILL)
+        begin = time.monotonic()
+        _, alive = psutil.wait_procs([child for child in children if child.pid == int(pid)], timeout=20)
+        assert not alive, "the actor outlived its owner"
+        _, alive = psutil.wait_procs(children, timeout=100)
+        assert not alive, f"still there: {alive}"
+        print(f"all processes were gone {time.monotonic() - begin:.1f} s after the owner")
+    _remove_stale_folders(Path(folder).parent)
+    assert not Path(folder).exists()
+
+
+def test_folders_of_living_owners_stay(tmp_path: Path) -> None:
+    short = Path(os.path.relpath(tmp_path))
+    folder = _make_folder(short if len(str(short)) < 20 else Path("/tmp"))
+    try:
+        _remove_stale_folders(folder.parent)
+        assert (folder / "token").stat().st_mode & 0o777 == 0o600
+    finally:
+        (folder / "token").unlink()
+        folder.rmdir()
