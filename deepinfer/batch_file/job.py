@@ -24,7 +24,7 @@ from deepinfer.outputs import Row, RowResult
 class RowRunner(Protocol):
     """The part of `LLM` that a job needs."""
 
-    def run_rows(self, rows: Iterable[Row], *, max_in_flight: int | None = None) -> Iterator[RowResult]:
+    def run_rows(self, rows: Iterable[Row]) -> Iterator[RowResult]:
         """Yield one result per row, in finishing order; `rows` is pulled lazily, maybe from another thread."""
         ...
 
@@ -41,7 +41,6 @@ class JobOptions:
     spool_directory: Path
     resume: bool = True
     retry_failed: bool = False
-    max_in_flight: int | None = None
 
 
 @dataclass(slots=True)
@@ -129,8 +128,7 @@ class _Job:
                 return
             with start_engine() as engine:
                 self._progress.ready_at = time.monotonic()
-                every = itertools.chain((first,), rows)
-                for result in engine.run_rows(every, max_in_flight=self._options.max_in_flight):
+                for result in engine.run_rows(itertools.chain((first,), rows)):
                     self._finish(result)
         if self._pending:
             raise ClusterError(f"the engine gave no result for input lines {sorted(self._pending)[:10]}; run again")

@@ -63,6 +63,8 @@ def run(
     Example: deepinfer run -i rows.jsonl -o answers.jsonl --model tiny
     """
     begin = time.monotonic()
+    if max_in_flight is not None:
+        settings = [*(settings or ()), f"scheduler.max_in_flight={max_in_flight}"]
     config = read_config(cluster, settings=settings, model=model, address=address).config
     directory = resolve_model(config.model.path, revision=config.model.revision, cache_dir=Path(config.cache_dir))
     options = JobOptions(
@@ -74,7 +76,6 @@ def run(
         spool_directory=Path(config.cache_dir) / "spool",
         resume=not no_resume,
         retry_failed=retry_failed,
-        max_in_flight=max_in_flight,
     )
     progress = JobProgress()
     _answer(options, config, directory, progress, verbose=verbose)

@@ -11,6 +11,7 @@ from deepinfer.errors import RequestError
 from deepinfer.outputs import CompletionOutput, RequestOutput, Row, RowResult
 
 MAX_PROMPT_TOKENS = 64
+MAX_OPEN = 8
 
 
 class EchoTexts:
@@ -26,12 +27,11 @@ class EchoTexts:
 class EchoEngine:
     """Answers a prompt with its text reversed; a prompt of more than `MAX_PROMPT_TOKENS` characters is refused.
 
-    Rows are pulled in a thread of their own, at most `max_in_flight` of them open, as the real engine does.
+    Rows are pulled in a thread of their own, at most `MAX_OPEN` of them open, as the real engine does.
     """
 
     def __init__(self, *, delay_seconds: float = 0.0, seed: int = 0, fail_first_try: str = "\0") -> None:
         self.rows: list[Row] = []
-        self.max_open = 0
         self._delay_seconds = delay_seconds
         self._random = random.Random(seed)
         self._fail_first_try = fail_first_try
@@ -42,20 +42,19 @@ class EchoEngine:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def run_rows(self, rows: Iterable[Row], *, max_in_flight: int | None = None) -> Iterator[RowResult]:
-        source, limit, waiting = iter(rows), max_in_flight or 8, []
+    def run_rows(self, rows: Iterable[Row]) -> Iterator[RowResult]:
+        source, waiting = iter(rows), list[Row]()
         while True:
-            puller = threading.Thread(target=self._pull, args=(source, waiting, limit))
+            puller = threading.Thread(target=self._pull, args=(source, waiting))
             puller.start()
             puller.join()
             if not waiting:
                 return
-            self.max_open = max(self.max_open, len(waiting))
             time.sleep(self._delay_seconds)
             yield self._answer(waiting.pop(self._random.randrange(len(waiting))))
 
-    def _pull(self, source: Iterator[Row], waiting: list[Row], limit: int) -> None:
-        while len(waiting) < limit and (row := next(source, None)) is not None:
+    def _pull(self, source: Iterator[Row], waiting: list[Row]) -> None:
+        while len(waiting) < MAX_OPEN and (row := next(source, None)) is not None:
             self.rows.append(row)
             waiting.append(row)
 

@@ -60,10 +60,11 @@ def _run(source: Path, target: Path, *more: str) -> int:
 
 def test_a_job_without_errors_exits_0(tmp_path: Path, engines: _Engines, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_rows(tmp_path / "in", [row("a", "one"), row("b", "two")])
-    assert _run(source, tmp_path / "out", "--set", "decode.ranks=3") == 0
+    assert _run(source, tmp_path / "out", "--set", "decode.ranks=3", "--max-in-flight", "7") == 0
     assert len(read_rows(tmp_path / "out")) == 2
     [config] = engines.configs
     assert (config.model.path, config.prefill.ranks, config.decode.ranks) == ("tiny", 2, 3)
+    assert config.scheduler.max_in_flight == 7
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "answered" in printed.err
@@ -83,7 +84,7 @@ def test_an_engine_failure_exits_1_and_says_how_to_go_on(
     """P60: the message holds the inner cause."""
 
     class Dying(EchoEngine):
-        def run_rows(self, rows: Any, *, max_in_flight: int | None = None) -> Iterator[Any]:
+        def run_rows(self, rows: Any) -> Iterator[Any]:
             yield next(super().run_rows(rows))
             raise ClusterError("decode rank 2: out of memory")
 
@@ -100,7 +101,7 @@ def test_an_interrupt_exits_130_and_the_job_goes_on(
     tmp_path: Path, engines: _Engines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Interrupted(EchoEngine):
-        def run_rows(self, rows: Any, *, max_in_flight: int | None = None) -> Iterator[Any]:
+        def run_rows(self, rows: Any) -> Iterator[Any]:
             yield next(super().run_rows(rows))
             raise KeyboardInterrupt
 
@@ -176,7 +177,7 @@ def test_another_model_under_the_same_output_exits_2(
 
 def test_a_fault_of_ours_is_called_one(tmp_path: Path, engines: _Engines, capsys: pytest.CaptureFixture[str]) -> None:
     class Broken(EchoEngine):
-        def run_rows(self, rows: Any, *, max_in_flight: int | None = None) -> Iterator[Any]:
+        def run_rows(self, rows: Any) -> Iterator[Any]:
             raise ZeroDivisionError("oh")
 
     engines.engine = Broken()

@@ -13,7 +13,7 @@ import pytest
 
 from deepinfer.errors import ClusterError, ConfigError
 from tests.doors.batch_files import read_rows, row, run, write_rows
-from tests.doors.echo_engine import MAX_PROMPT_TOKENS, EchoEngine
+from tests.doors.echo_engine import MAX_OPEN, MAX_PROMPT_TOKENS, EchoEngine
 
 
 def _errors(lines: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -216,7 +216,7 @@ def test_an_engine_failure_keeps_what_was_finished(tmp_path: Path) -> None:
     source, target = write_rows(tmp_path / "in", [row(f"r{i}", f"p{i}") for i in range(9)]), tmp_path / "out"
 
     class Dying(EchoEngine):
-        def run_rows(self, rows: Any, *, max_in_flight: int | None = None) -> Any:
+        def run_rows(self, rows: Any) -> Any:
             for number, result in enumerate(super().run_rows(rows)):
                 if number == 4:
                     raise ClusterError("decode rank 2 died")
@@ -229,10 +229,14 @@ def test_an_engine_failure_keeps_what_was_finished(tmp_path: Path) -> None:
     assert len(_texts(read_rows(target))) == 9
 
 
-def test_rows_in_flight_are_bounded_and_pulled_lazily(tmp_path: Path) -> None:
-    engine = EchoEngine()
-    run(write_rows(tmp_path / "in", [row(f"r{i}", "p") for i in range(50)]), tmp_path / "out", engine, max_in_flight=3)
-    assert engine.max_open == 3
+def test_rows_are_pulled_only_as_the_engine_takes_them(tmp_path: Path) -> None:
+    class Counting(EchoEngine):
+        def run_rows(self, rows: Any) -> Any:
+            for num_answered, result in enumerate(super().run_rows(rows)):
+                assert len(self.rows) <= num_answered + MAX_OPEN
+                yield result
+
+    run(write_rows(tmp_path / "in", [row(f"r{i}", "p") for i in range(50)]), tmp_path / "out", Counting())
 
 
 def test_stdin_to_stdout(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -257,7 +261,7 @@ def test_urls_are_spooled_and_uploaded_at_the_end(tmp_path: Path) -> None:
     spool = {"spool_directory": tmp_path}
 
     class Dying(EchoEngine):
-        def run_rows(self, rows: Any, *, max_in_flight: int | None = None) -> Any:
+        def run_rows(self, rows: Any) -> Any:
             yield from [next(super().run_rows(rows))]
             assert not store.exists("/batch/out.jsonl")
             raise ClusterError("gone")
