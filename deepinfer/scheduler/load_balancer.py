@@ -6,7 +6,7 @@ its scarcest group), then the fewest sequences. Ties go to the lower rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepinfer.kv_cache.kv_groups import KVGroup
@@ -138,23 +138,15 @@ class LoadBalancer:
         limit = request.num_prompt_tokens + request.sampling.max_tokens
         wanted = self._blocks_for(min(limit, num_known_tokens + max_expected))
         count = request.num_samples
-        best: _DecodeRank | None = None
-        best_key = (0.0, 0)
-        best_blocks: tuple[int, ...] = ()
-        for rank in self._decode.values():
-            key = (-rank.free_share, rank.num_reserved)
-            if best is not None and key >= best_key:
-                continue
+        for rank in self._by_preference():
             blocks = tuple(min(need, capacity // count) for need, capacity in zip(wanted, rank.capacity, strict=True))
             if rank.has_room(blocks, count):
-                best, best_key, best_blocks = rank, key, blocks
-        if best is None:
-            return None
-        best.num_reserved += count
-        best.add_blocks(best.reserved_blocks, best_blocks, count)
-        best.add_blocks(best.unsettled_blocks, best_blocks, count)
-        best.update_share()
-        return best.rank, best_blocks
+                rank.num_reserved += count
+                rank.add_blocks(rank.reserved_blocks, blocks, count)
+                rank.add_blocks(rank.unsettled_blocks, blocks, count)
+                rank.update_share()
+                return rank.rank, blocks
+        return None
 
     def settle(self, rank: int, blocks: tuple[int, ...]) -> None:
         """The rank's reports show this sequence from now on."""
@@ -189,5 +181,14 @@ class LoadBalancer:
             for rank in self._decode.values()
         )
 
+    def _by_preference(self) -> Iterator[_DecodeRank]:
+        """Yield the decode ranks, best first; sorting waits until the best one is refused, which is rare."""
+        yield min(self._decode.values(), key=_preference)
+        yield from sorted(self._decode.values(), key=_preference)[1:]
+
     def _blocks_for(self, num_tokens: int) -> tuple[int, ...]:
         return tuple(group.num_blocks_for(num_tokens) for group in self._groups)
+
+
+def _preference(rank: _DecodeRank) -> tuple[float, int, int]:
+    return -rank.free_share, rank.num_reserved, rank.rank

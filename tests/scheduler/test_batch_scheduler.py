@@ -495,7 +495,7 @@ def echo(driver: BatchScheduler, batches: list[OutgoingBatch]) -> None:
 
 @pytest.mark.slow
 def test_memory_stays_flat_over_many_short_requests() -> None:
-    driver = Cluster(4, 64, num_blocks=(100, 100), num_slots=17).driver
+    driver = Cluster(2, 4, num_blocks=(1000, 1000), num_slots=257).driver
     prompt = pack([1, 2, 3])
     sizes = []
     tracemalloc.start()
