@@ -1,0 +1,243 @@
+"""Put a rank together: process groups, kernels, weights, caches, scheduler, engine. Every phase is logged."""
+
+from __future__ import annotations
+
+import os
+import platform as host
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from deepinfer import __version__
+from deepinfer.config import ClusterConfig
+from deepinfer.distributed.local_dispatcher import LocalDispatcher
+from deepinfer.distributed.process_groups import ProcessGroups
+from deepinfer.distributed.step_sync import GroupStepSync, LocalStepSync
+from deepinfer.distributed.token_dispatcher import TokenDispatcher
+from deepinfer.distributed.torch_dispatcher import TorchDispatcher
+from deepinfer.errors import ConfigError
+from deepinfer.kernels.registry import KernelSet, select_kernels
+from deepinfer.kv_cache.cache_manager import CacheManager
+from deepinfer.kv_cache.kv_groups import KVGroup, layout_digest
+from deepinfer.log import get_logger, phase
+from deepinfer.metrics import Recorder
+from deepinfer.models.deepseek_v41.weights import model_digest
+from deepinfer.models.model_spec import Model, ModelSpec
+from deepinfer.models.registry import load_spec
+from deepinfer.platforms.platform import Platform, load_platform
+from deepinfer.protocol import RankReady, SamplingParams
+from deepinfer.runtime.device_memory import CacheSize, cache_budget, size_caches
+from deepinfer.runtime.model_runner import ModelRunner
+from deepinfer.runtime.rank_engine import EngineParts, RankEngine, StepObserver
+from deepinfer.runtime.rank_metrics import RankMetrics
+from deepinfer.runtime.slot_table import SlotTable
+from deepinfer.runtime.stop_checkers import make_stop_checker
+from deepinfer.scheduler.sampling_params import bad_word_ids
+from deepinfer.scheduler.step_scheduler import StepScheduler
+from deepinfer.tokenizer import Tokenizer
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(slots=True, frozen=True)
+class _Loaded:
+    """A rank once its weights are there."""
+
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    kernels: KernelSet
+    model: Model
+    digest: str
+    kv_groups: tuple[KVGroup, ...]
+    max_model_len: int
+
+
+@dataclass(slots=True, frozen=True)
+class _Builder:
+    """Who the rank is, and the phases of its start."""
+
+    config: ClusterConfig
+    role: Role
+    rank: int
+    num_ranks: int
+    directory: Path
+    platform: Platform
+    on_phase: Callable[[str], None]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Tell the owner and the log that a phase begins, and the log that it ended."""
+        self.on_phase(name)
+        with phase(get_logger(f"{self.role}-{self.rank}"), name):
+            yield
+
+    @property
+    def max_running(self) -> int:
+        """Prompts or sequences in work at once."""
+        return self.config.prefill.max_running if self.role == "prefill" else self.config.decode.max_running
+
+    def meet(self, store_address: tuple[str, int] | None) -> ProcessGroups | None:
+        """Form the process groups; None for a single rank, which needs none."""
+        if self.num_ranks == 1:
+            return None
+        assert store_address is not None, "several ranks need rank 0's store"
+        host_name, port = store_address
+        return ProcessGroups.form(
+            role=self.role,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            host=host_name,
+            port=port,
+            timeout_seconds=self.config.scheduler.step_timeout_seconds,
+        )
+
+    def load(self) -> _Loaded:
+        """Choose kernels and load weights."""
+        config = self.config
+        kernels = select_kernels(
+            self.platform.name,
+            numerics=config.kernels.numerics,
+            batch_invariant=config.determinism.batch_invariant,
+            overrides=config.kernels.overrides,
+        )
+        spec = load_spec(self.directory)
+        return _Loaded(
+            spec=spec,
+            tokenizer=Tokenizer.from_directory(self.directory),
+            kernels=kernels,
+            model=spec.load(
+                self.directory, kernels=kernels, device=self.platform.device, rank=self.rank, num_ranks=self.num_ranks
+            ),
+            digest=model_digest(self.directory),
+            kv_groups=spec.kv_groups(kernels, tokens_per_block=config.cache.block_size),
+            max_model_len=_max_model_len(spec, config.model.max_model_len),
+        )
+
+    def size(self, loaded: _Loaded) -> CacheSize:
+        """Decide how many blocks and slots there are."""
+        return size_caches(
+            loaded.kv_groups,
+            budget_bytes=cache_budget(self.config.cache, self.platform),
+            max_running=self.max_running,
+            max_model_len=loaded.max_model_len,
+        )
+
+    def runner(self, loaded: _Loaded, size: CacheSize, groups: ProcessGroups | None) -> ModelRunner:
+        """Allocate caches and slot table."""
+        spec, tokenizer = loaded.spec, loaded.tokenizer
+
+        def spell_bad_words(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+            return bad_word_ids(params.bad_words, tokenizer)
+
+        dispatcher: TokenDispatcher = LocalDispatcher(spec.num_experts)
+        if groups is not None:
+            dispatcher = TorchDispatcher(groups.dispatch, spec.num_experts)
+        return ModelRunner(
+            model=loaded.model,
+            caches=loaded.model.allocate_caches(
+                num_blocks=size.num_blocks,
+                num_slots=size.num_slots,
+                tokens_per_block=self.config.cache.block_size,
+            ),
+            table=SlotTable(
+                num_slots=size.num_slots,
+                max_model_len=loaded.max_model_len,
+                vocab_size=spec.vocab_size,
+                eos_token_id=spec.eos_token_id,
+                groups=loaded.kv_groups,
+                device=self.platform.device,
+                bad_word_ids=spell_bad_words,
+            ),
+            kernels=loaded.kernels,
+            dispatcher=dispatcher,
+        )
+
+    def scheduler(self, loaded: _Loaded, size: CacheSize) -> StepScheduler:
+        """The rank's own scheduler."""
+        make_checker = partial(
+            make_stop_checker,
+            tokenizer=loaded.tokenizer,
+            eos_token_id=loaded.spec.eos_token_id,
+            max_model_len=loaded.max_model_len,
+        )
+        return StepScheduler(
+            role=self.role,
+            cache=CacheManager(loaded.kv_groups, num_blocks=size.num_blocks, num_slots=size.num_slots),
+            max_running=self.max_running,
+            max_tokens_per_step=self.config.prefill.max_tokens_per_step,
+            max_model_len=loaded.max_model_len,
+            make_stop_checker=lambda request, _: make_checker(request),
+        )
+
+    def ready(self, loaded: _Loaded, size: CacheSize) -> RankReady:
+        """What the driver compares."""
+        return RankReady(
+            rank=self.rank,
+            role=self.role,
+            node=host.node(),
+            device=str(self.platform.device),
+            pid=os.getpid(),
+            num_blocks=size.num_blocks,
+            num_slots=size.num_slots,
+            kernel_set=loaded.kernels.describe(),
+            model_digest=loaded.digest,
+            layout_digest=layout_digest(loaded.kv_groups),
+            version=__version__,
+        )
+
+
+def build_rank_engine(
+    config: ClusterConfig,
+    *,
+    role: Role,
+    rank: int,
+    num_ranks: int,
+    model_directory: str | Path,
+    store_address: tuple[str, int] | None,
+    recorder: Recorder,
+    on_phase: Callable[[str], None],
+    observe_step: StepObserver | None = None,
+) -> RankEngine:
+    """Return rank `rank` of `num_ranks` of `role`, ready to run.
+
+    `config` is resolved. `store_address` is rank 0's store (`process_groups.open_store`); None only for a single rank.
+    `on_phase` is told the name of each phase as it begins. Raises ConfigError, CheckpointError or RankError.
+    """
+    platform = load_platform(config.accelerator)
+    builder = _Builder(config, role, rank, num_ranks, Path(model_directory), platform, on_phase)
+    with builder.phase(f"meeting {num_ranks} ranks"):
+        groups = builder.meet(store_address)
+    with builder.phase("loading weights"):
+        loaded = builder.load()
+    with builder.phase("allocating caches"):
+        size = builder.size(loaded)
+        runner = builder.runner(loaded, size, groups)
+    usable = {name: count - 1 for name, count in size.num_blocks.items()}
+    parts = EngineParts(
+        role=role,
+        rank=rank,
+        scheduler=builder.scheduler(loaded, size),
+        runner=runner,
+        stream=platform.open_stream(f"{role}-{rank}-device"),
+        sync=LocalStepSync() if groups is None else GroupStepSync(groups.sync),
+        metrics=RankMetrics(recorder, role=role, num_blocks=usable),
+        groups=loaded.kv_groups,
+        ready=builder.ready(loaded, size),
+        vocab_size=loaded.spec.vocab_size,
+        max_model_len=loaded.max_model_len,
+        asynchronous=config.scheduler.asynchronous,
+        observe_step=observe_step,
+    )
+    return RankEngine(parts)
+
+
+def _max_model_len(spec: ModelSpec, wanted: int | None) -> int:
+    """The configured context limit, at most the checkpoint's."""
+    if wanted is not None and wanted > spec.max_model_len:
+        raise ConfigError(
+            f"{wanted} tokens are above the {spec.max_model_len} of the checkpoint", path="model.max_model_len"
+        )
+    return wanted or spec.max_model_len
