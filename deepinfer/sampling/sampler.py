@@ -35,6 +35,18 @@ class Sampled:
     fell_back: Tensor
 
 
+@dataclass(slots=True, frozen=True)
+class Processed:
+    """`scores` [R, V] float32 after the rules, perhaps the logits themselves: not to be written to.
+
+    `failed`, `fell_back` [R] bool as in `Sampled`.
+    """
+
+    scores: Tensor
+    failed: Tensor
+    fell_back: Tensor
+
+
 def sample(
     logits: Tensor,
     *,
@@ -50,6 +62,18 @@ def sample(
     to be produced. `token_table` [S, L] int32: tokens of a slot by position; those before `positions[r]`, drafts under
     verification included, are row r's history.
     """
+    processed = process(logits, slots=slots, positions=positions, token_table=token_table, state=state)
+    token_ids = choose(
+        processed.scores, processed.failed, slots=slots, samples=samples, positions=positions, state=state
+    )
+    logprobs = collect_logprobs(logits, token_ids, processed.failed, slots, state)
+    return Sampled(token_ids=token_ids, logprobs=logprobs, failed=processed.failed, fell_back=processed.fell_back)
+
+
+def process(
+    logits: Tensor, *, slots: Tensor, positions: Tensor, token_table: Tensor, state: SamplingState
+) -> Processed:
+    """Apply the rules to each row; arguments as for `sample`."""
     failed = unusable_rows(logits)
     fell_back = torch.zeros_like(failed)
     scores = logits
@@ -57,10 +81,7 @@ def sample(
         scores = logits.clone()
         _apply_all_rules(scores, logits, fell_back, slots, positions, token_table, state)
         failed = failed | ~scores.amax(dim=1).isfinite()
-    token_ids = _choose(scores, failed, slots, samples, positions, state) if state.drawing else scores.argmax(dim=1)
-    token_ids.masked_fill_(failed, 0)
-    logprobs = _collect_logprobs(logits, token_ids, failed, slots, state)
-    return Sampled(token_ids=token_ids, logprobs=logprobs, failed=failed, fell_back=fell_back & ~failed)
+    return Processed(scores, failed, fell_back & ~failed)
 
 
 def unusable_rows(logits: Tensor) -> Tensor:
@@ -93,25 +114,46 @@ def _apply_all_rules(
                 scores[row].masked_fill_(rules.banned, -math.inf)
 
 
-def _choose(
-    scores: Tensor, failed: Tensor, slots: Tensor, samples: Tensor, positions: Tensor, state: SamplingState
+def choose(
+    scores: Tensor,
+    failed: Tensor,
+    *,
+    slots: Tensor,
+    samples: Tensor,
+    positions: Tensor,
+    state: SamplingState,
+    purpose: int = TOKEN_PURPOSE,
 ) -> Tensor:
-    """Return the token ids [R] int64: arg-max for greedy rows, else a draw; anything for failed rows."""
+    """Return the token ids [R] int64: arg-max for greedy rows, else a draw with the noise of `purpose`; 0 if failed.
+
+    `scores` [R, V] as `process` returns them, `failed` [R] bool; the rest as for `sample`.
+    """
     token_ids = scores.argmax(dim=1)
-    rows = (~state.greedy[slots] & ~failed).nonzero().flatten()
-    if len(rows):
-        owners = slots[rows]
-        tempered = scores[rows] / state.temperatures[owners][:, None]
-        if state.truncating:
-            truncate(tempered, top_k=state.top_k[owners], top_p=state.top_p[owners], log_min_p=state.log_min_p[owners])
-        seeds = derived_seeds(state.seeds[owners], samples[rows])
-        token_ids[rows] = gumbel_argmax(tempered, seeds, positions[rows], purpose=TOKEN_PURPOSE)
-    return token_ids
+    if state.drawing:
+        rows = (~state.greedy[slots] & ~failed).nonzero().flatten()
+        if len(rows):
+            owners = slots[rows]
+            seeds = derived_seeds(state.seeds[owners], samples[rows])
+            tempered = temper(scores[rows], owners, state)
+            token_ids[rows] = gumbel_argmax(tempered, seeds, positions[rows], purpose=purpose)
+    return token_ids.masked_fill_(failed, 0)
 
 
-def _collect_logprobs(
+def temper(scores: Tensor, slots: Tensor, state: SamplingState) -> Tensor:
+    """Return a copy of `scores` [R, V] divided by the slots' temperatures and truncated: softmax of it is drawn from.
+
+    The rows' slots are not greedy.
+    """
+    tempered = scores / state.temperatures[slots][:, None]
+    if state.truncating:
+        truncate(tempered, top_k=state.top_k[slots], top_p=state.top_p[slots], log_min_p=state.log_min_p[slots])
+    return tempered
+
+
+def collect_logprobs(
     logits: Tensor, token_ids: Tensor, failed: Tensor, slots: Tensor, state: SamplingState
 ) -> list[LogprobColumns | None]:
+    """Return one token's columns for each row of raw `logits` [R, V] that asked and has not failed, else None."""
     columns: list[LogprobColumns | None] = [None] * len(logits)
     if not state.num_logprobs:
         return columns
