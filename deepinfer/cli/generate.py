@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from deepinfer.llm import LLM
 from deepinfer.log import set_up_logging
 from deepinfer.outputs import ChatOptions, Row
 from deepinfer.protocol import SamplingParams
+from deepinfer.tokenizer import OutputDelta
 
 
 def generate(
@@ -57,7 +59,19 @@ def generate(
                 row = Row(tag=0, messages=messages, chat=ChatOptions(thinking=thinking), params=params)
             else:
                 row = Row(tag=0, prompt=prompt, params=params)
-            for delta in llm.stream_row(row):
-                print(delta.reasoning, end="", flush=True, file=sys.stderr)
-                print(delta.content, end="", flush=True)
-            print(flush=True)
+            _print_answer(llm.stream_row(row))
+
+
+def _print_answer(pieces: Iterator[OutputDelta]) -> None:
+    """Print the content on stdout as it comes, and what the model thinks before it on stderr."""
+    is_thinking = False
+    for piece in pieces:
+        if piece.reasoning:
+            is_thinking = True
+            print(piece.reasoning, end="", flush=True, file=sys.stderr)
+        if piece.content:
+            if is_thinking:
+                is_thinking = False
+                print(file=sys.stderr, flush=True)
+            print(piece.content, end="", flush=True)
+    print(flush=True)
