@@ -21,7 +21,7 @@ from deepinfer.distributed.torch_dispatcher import TorchDispatcher
 from deepinfer.kv_cache.cache_manager import CacheManager
 from deepinfer.kv_cache.kv_groups import layout_digest
 from deepinfer.metrics import MemoryRecorder
-from deepinfer.platforms.platform import load_platform
+from deepinfer.platforms.platform import Stream, load_platform
 from deepinfer.protocol import (
     AdmittedRequest,
     DecodeBatch,
@@ -34,7 +34,7 @@ from deepinfer.protocol import (
     SamplingParams,
 )
 from deepinfer.runtime.model_runner import ModelRunner
-from deepinfer.runtime.rank_engine import EngineParts, RankEngine
+from deepinfer.runtime.rank_engine import EngineParts, RankEngine, StepObserver
 from deepinfer.runtime.rank_metrics import RankMetrics
 from deepinfer.runtime.slot_table import SlotTable
 from deepinfer.runtime.stop_checkers import RankStopChecker
@@ -55,6 +55,7 @@ class FakeRank:
     scheduler: StepScheduler
     recorder: MemoryRecorder
     events: list[tuple[str, int]]
+    observers: list[StepObserver]
 
 
 def build_fake_rank(
@@ -68,8 +69,9 @@ def build_fake_rank(
     max_model_len: int = 256,
     asynchronous: bool = True,
     groups: ProcessGroups | None = None,
+    stream: Stream | None = None,
 ) -> FakeRank:
-    """One rank with the fake model; with `groups` it is one of several."""
+    """One rank with the fake model; with `groups` it is one of several. `events` and `observers` see its steps."""
     model = model or FakeModel()
     rank = groups.sync.rank if groups else 0
     kv_groups = fake_groups(tokens_per_block)
@@ -99,13 +101,14 @@ def build_fake_rank(
         make_stop_checker=lambda request, sample: _stop_checker(request, max_model_len),
     )
     recorder, events = MemoryRecorder(), []
+    observers: list[StepObserver] = [lambda event, step_id: events.append((event, step_id))]
     engine = RankEngine(
         EngineParts(
             role=role,
             rank=rank,
             scheduler=scheduler,
             runner=runner,
-            stream=load_platform("cpu").open_stream(f"{role}-{rank}"),
+            stream=stream or load_platform("cpu").open_stream(f"{role}-{rank}"),
             sync=GroupStepSync(groups.sync) if groups else LocalStepSync(),
             metrics=RankMetrics(recorder, role=role, num_blocks={"global": num_blocks - 1}),
             groups=kv_groups,
@@ -113,10 +116,10 @@ def build_fake_rank(
             vocab_size=VOCAB_SIZE,
             max_model_len=max_model_len,
             asynchronous=asynchronous,
-            observe_step=lambda event, step_id: events.append((event, step_id)),
+            observe_step=lambda event, step_id: [observe(event, step_id) for observe in observers],
         )
     )
-    return FakeRank(engine, model, scheduler, recorder, events)
+    return FakeRank(engine, model, scheduler, recorder, events, observers)
 
 
 def _stop_checker(request: Request, max_model_len: int) -> RankStopChecker:
