@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import TextIO
 
 from rich.console import Console
@@ -30,29 +31,24 @@ class ProgressDisplay:
         self._line_seconds = line_seconds
         self._samples: deque[tuple[float, int, int, int]] = deque()
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="deepinfer-display", daemon=True)
+        self._bar = self._make_bar() if self._stream.isatty() else None
+        work = self._write_lines if self._bar is None else partial(self._move_bar, self._bar)
+        self._thread = threading.Thread(target=work, name="deepinfer-display", daemon=True)
 
     def __enter__(self) -> ProgressDisplay:
+        """Start to show; on a terminal, what is logged from now on appears above the bar."""
+        if self._bar is not None:
+            self._bar.start()
         self._thread.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
         self._ending.set()
         self._thread.join()
+        if self._bar is not None:
+            self._bar.stop()
 
-    def _run(self) -> None:
-        if self._stream.isatty():
-            self._show_bar()
-        else:
-            self._write_lines()
-
-    def _write_lines(self) -> None:
-        """Write lines once the engine is up; while it starts, it logs its own."""
-        while not self._ending.wait(self._line_seconds):
-            if self._progress.ready_at is not None:
-                print(f"{self._rows_text()}, {self._figures()}", file=self._stream, flush=True)
-
-    def _show_bar(self) -> None:
+    def _make_bar(self) -> Progress:
         columns = (
             SpinnerColumn(),
             TextColumn("{task.fields[rows]}"),
@@ -60,17 +56,25 @@ class ProgressDisplay:
             TextColumn("{task.fields[figures]}"),
         )
         console = Console(file=self._stream)
-        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, auto_refresh=False) as bar:
-            task = bar.add_task("", total=None, rows="", figures="")
-            while not self._ending.wait(_REFRESH_SECONDS):
-                bar.update(
-                    task,
-                    total=self._progress.num_rows,
-                    completed=self._progress.num_done,
-                    rows=self._rows_text(),
-                    figures=self._figures(),
-                )
-                bar.refresh()
+        return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, auto_refresh=False)
+
+    def _write_lines(self) -> None:
+        """Write lines once the engine is up; while it starts, it logs its own."""
+        while not self._ending.wait(self._line_seconds):
+            if self._progress.ready_at is not None:
+                print(f"{self._rows_text()}, {self._figures()}", file=self._stream, flush=True)
+
+    def _move_bar(self, bar: Progress) -> None:
+        task = bar.add_task("", total=None, rows="", figures="")
+        while not self._ending.wait(_REFRESH_SECONDS):
+            bar.update(
+                task,
+                total=self._progress.num_rows,
+                completed=self._progress.num_done,
+                rows=self._rows_text(),
+                figures=self._figures(),
+            )
+            bar.refresh()
 
     def _rows_text(self) -> str:
         total = "" if self._progress.num_rows is None else f"/{self._progress.num_rows}"
