@@ -79,37 +79,60 @@ class ProcessGroups:
 
     @classmethod
     def form(
-        cls, *, role: str, rank: int, num_ranks: int, host: str, port: int, timeout_seconds: float
+        cls,
+        *,
+        role: str,
+        rank: int,
+        num_ranks: int,
+        host: str,
+        port: int,
+        meeting_seconds: float,
+        timeout_seconds: float,
     ) -> ProcessGroups:
-        """Meet the other ranks at the store `host`:`port`; returns when all are there.
+        """Meet the other ranks at the store `host`:`port`, at most for `meeting_seconds`; returns when all are there.
 
         Each rank binds to the interface that leads to `host`, so host names need not resolve. `timeout_seconds` holds
-        for this meeting and for each later collective. Raises RankError when it passes.
+        for each later collective. Raises RankError that names the ranks that did not come.
         """
-        timeout = timedelta(seconds=timeout_seconds)
+        store = None
         try:
-            store = TCPStore(host, port, is_master=False, timeout=timeout)
+            store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=meeting_seconds))
+            store.set(_arrival(role, rank), "")
+            store.wait([_arrival(role, other) for other in range(num_ranks)], timedelta(seconds=meeting_seconds))
             address = _own_address(host, port)
-            groups = {
-                name: Group(
-                    _connect(PrefixStore(f"{role}/{name}", store), rank, num_ranks, address, timeout),
+            dispatch, sync = (
+                Group(
+                    _connect(PrefixStore(f"{role}/{name}", store), rank, num_ranks, address, timeout_seconds),
                     role=role,
                     rank=rank,
                     num_ranks=num_ranks,
                 )
                 for name in ("dispatch", "sync")
-            }
+            )
         except (RuntimeError, OSError) as error:
-            message = f"{num_ranks} ranks did not all meet at {host}:{port} within {timeout_seconds} s ({error})"
+            missing = [] if store is None else _missing(store, role, num_ranks)
+            who = f"ranks {missing} did not come to" if missing else f"{num_ranks} ranks could not meet at"
+            message = f"{who} {host}:{port} within {meeting_seconds:g} s ({error})"
             raise RankError(message, role=role, rank=rank) from error
-        return cls(groups["dispatch"], groups["sync"], store)
+        return cls(dispatch, sync, store)
 
 
-def _connect(store: PrefixStore, rank: int, num_ranks: int, address: str, timeout: timedelta) -> Any:
+def _arrival(role: str, rank: int) -> str:
+    return f"{role}/arrived/{rank}"
+
+
+def _missing(store: TCPStore, role: str, num_ranks: int) -> list[int]:
+    try:
+        return [rank for rank in range(num_ranks) if not store.check([_arrival(role, rank)])]
+    except RuntimeError:  # the store itself is gone
+        return []
+
+
+def _connect(store: PrefixStore, rank: int, num_ranks: int, address: str, timeout_seconds: float) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # torch's type stubs leave its methods out
     options = gloo._Options()  # noqa: SLF001  the only way to name an interface without an environment variable
     options._devices = [gloo.create_device(hostname=address)]  # noqa: SLF001
-    options._timeout = timeout  # noqa: SLF001
+    options._timeout = timedelta(seconds=timeout_seconds)  # noqa: SLF001
     return gloo(store, rank, num_ranks, options)
 
 

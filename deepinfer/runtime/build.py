@@ -91,6 +91,7 @@ class _Builder:
             num_ranks=self.num_ranks,
             host=host_name,
             port=port,
+            meeting_seconds=self.config.scheduler.start_timeout_seconds,
             timeout_seconds=self.config.scheduler.step_timeout_seconds,
         )
 
@@ -109,10 +110,15 @@ class _Builder:
             tokenizer=Tokenizer.from_directory(self.directory),
             kernels=kernels,
             model=spec.load(
-                self.directory, kernels=kernels, device=self.platform.device, rank=self.rank, num_ranks=self.num_ranks
+                self.directory,
+                kernels=kernels,
+                device=self.platform.device,
+                rank=self.rank,
+                num_ranks=self.num_ranks,
+                drafts="off",
             ),
             digest=model_digest(self.directory),
-            kv_groups=spec.kv_groups(kernels, tokens_per_block=config.cache.block_size),
+            kv_groups=spec.kv_groups(kernels, tokens_per_block=config.cache.block_size, with_drafts=False),
             max_model_len=_max_model_len(spec, config.model.max_model_len),
         )
 

@@ -9,7 +9,7 @@ import torch
 from support.processes import run_ranks
 
 from deepinfer.distributed.local_dispatcher import LocalDispatcher
-from deepinfer.distributed.process_groups import ProcessGroups
+from deepinfer.distributed.process_groups import ProcessGroups, open_store
 from deepinfer.distributed.step_sync import GroupStepSync, StepAgreement, StepProposal
 from deepinfer.distributed.torch_dispatcher import TorchDispatcher
 from deepinfer.errors import RankError
@@ -109,6 +109,21 @@ def test_a_rank_that_hangs_is_an_error_with_the_rank_in_it() -> None:
     assert results[0].startswith("decode rank 0: the all-gather of 2 ranks failed"), results[0]
 
 
-def test_a_missing_rank_is_an_error_at_the_start() -> None:
-    with pytest.raises(RankError, match="did not all meet"):
-        ProcessGroups.form(role="prefill", rank=1, num_ranks=2, host="127.0.0.1", port=1, timeout_seconds=0.5)
+def test_ranks_that_do_not_come_are_named() -> None:
+    store, port = open_store("127.0.0.1")
+    with pytest.raises(
+        RankError, match=r"prefill rank 1: ranks \[0, 2\] did not come to 127\.0\.0\.1:\d+ within 0\.3 s"
+    ):
+        _form_alone(port)
+    del store
+
+
+def test_a_store_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(RankError, match="prefill rank 1: 3 ranks could not meet at"):
+        _form_alone(1)
+
+
+def _form_alone(port: int) -> None:
+    ProcessGroups.form(
+        role="prefill", rank=1, num_ranks=3, host="127.0.0.1", port=port, meeting_seconds=0.3, timeout_seconds=5.0
+    )

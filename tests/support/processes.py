@@ -42,6 +42,7 @@ class RankPlace:
             num_ranks=self.num_ranks,
             host=self.host,
             port=self.port,
+            meeting_seconds=60.0,
             timeout_seconds=self.timeout_seconds,
         )
 
