@@ -355,6 +355,27 @@ def test_the_newest_sequence_is_preempted_after_its_results_were_sent() -> None:
     assert rows_of_newest == len(sent[requests[1].index]), "a step in flight was lost"
 
 
+def test_a_cut_sequence_keeps_the_blocks_that_its_wasted_rows_write_to() -> None:
+    """The device went on behind the stop token, so the host's count of that sequence says too little."""
+    loop = Loop("decode", blocks=(10, 100), max_rows=6)
+    cut, other = make_request(1, 3, 50), make_request(2, 3, 50)
+    for request in (cut, other):
+        loop.scheduler.admit(*hand_over(request, [3]))
+    loop.scheduler.next_imports()
+    plans = [loop.scheduler.plan(step_id) for step_id in range(2)]
+    slots = plans[0].decode_slots.tolist()
+    tokens = ([5, EOS, 5, 5, 5, 5], [5] * 6)
+    outputs = tuple(SlotOutput(slot, np.array(run, np.int32)) for slot, run in zip(slots, tokens, strict=True))
+    results = loop.scheduler.apply(plans[0], StepOutput(0, outputs))
+    assert [entry.finish for entry in results.decoded] == [FinishCode.STOP, FinishCode.NONE]
+    assert loop.scheduler.plan(2).is_idle  # the other one waits for the blocks of the one that was cut
+    assert len(loop.cache.block_table(cut.index, 100)["main"]) == 4
+    outputs = tuple(SlotOutput(slot, np.array([5], np.int32)) for slot in slots)
+    loop.scheduler.apply(plans[1], StepOutput(1, outputs))
+    loop.scheduler.apply(StepPlan(2), StepOutput(2))
+    assert loop.scheduler.plan(3).decode_slots.tolist() == slots[1:]
+
+
 def test_a_sequence_alone_that_outgrows_the_cache_fails() -> None:
     request = next(r for r in (make_request(i, 8, 40) for i in range(200)) if len(expected_output(r, 0, 60)) > 30)
     loop = Loop("decode", blocks=(6, 100))
