@@ -94,7 +94,7 @@ def _answer_in_group(place: RankPlace, directory: Path) -> dict[int, list[int]]:
     return answer_rounds(place, prefill, decode, [mine])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_experts_spread_over_ranks_give_the_same_tokens(directory: Path, num_ranks: int) -> None:
     results = run_processes(_answer_in_group, num_ranks, directory)
     merged = {index: tokens for part in results for index, tokens in part.items()}

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from support.rank_engines import Answer, answer_all
-from support.tiny_ranks import build_tiny_rank, tiny_requests
+from support.tiny_ranks import build_tiny_rank, tiny_requests, with_sampling
 
 from deepinfer.errors import ConfigError
 from deepinfer.models.deepseek_v41.tiny import write_tiny
+from deepinfer.protocol import FinishCode
+from deepinfer.tokenizer import Tokenizer
 
 LENGTHS = [1, 2, 17, 49, 90]
 
@@ -83,3 +85,24 @@ def test_answers_differ_between_prompts_and_seeds(expected: dict[int, list[int]]
     """Equal answers prove nothing if the model always says the same."""
     assert len({tuple(tokens[:6]) for tokens in expected.values()}) == len(expected)
     assert all(len(set(tokens)) > 2 for tokens in expected.values())
+
+
+def _one(directory: Path, **sampling: object) -> Answer:
+    ranks = [build_tiny_rank(role, directory) for role in ("prefill", "decode")]
+    (request,) = tiny_requests([20], max_tokens=12)
+    return answer_all(ranks[0], ranks[1], [with_sampling(request, **sampling)])[0]
+
+
+def test_stop_strings_and_bad_words_are_read_with_the_tokenizer(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    free = _one(directory)
+    plain = [place for place in range(3, 12) if tokenizer.token_text(free.token_ids[place]).isascii()]
+    place = next(p for p in plain if free.token_ids[p] not in free.token_ids[:p])
+    word = tokenizer.token_text(free.token_ids[place])
+    stopped = _one(directory, stop=(word,))
+    assert stopped.finish is FinishCode.STOP
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    assert word in tokenizer.decode(stopped.token_ids)
+    without = _one(directory, bad_words=(word,))
+    assert without.token_ids[:place] == free.token_ids[:place]
+    assert without.token_ids[place] != free.token_ids[place]
