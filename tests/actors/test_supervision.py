@@ -9,9 +9,8 @@ import time
 import psutil
 import pytest
 import ray
-from conftest import small_config
+from support.fake_cluster import collect, make_request, small_config, tokens_of
 from support.fake_engine import FAULT, Fault, expected_tokens
-from test_driver import collect, make_request, tokens_of
 
 from deepinfer.errors import CheckpointError, ClusterError, ConfigError
 
