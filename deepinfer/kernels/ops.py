@@ -64,7 +64,7 @@ class PagedRows:
 
 @dataclass(slots=True, frozen=True)
 class CandidateRule:
-    """Keep the `num_blocks` blocks of `block_size` entries with the largest score; the newest block always."""
+    """Keep the `num_blocks` blocks of `block_size` neighbouring entries with the largest score; the newest always."""
 
     num_blocks: int
     block_size: int
@@ -72,7 +72,10 @@ class CandidateRule:
 
 @dataclass(slots=True, frozen=True)
 class Selection:
-    """`entries` [T, k] int64 ascending, -1 behind the last; `candidates` bool [T, C] by entry, if a rule was given."""
+    """`entries` [T, k] int64 ascending, -1 behind the last.
+
+    `candidates` [T, num_blocks] int64, when a rule was given: the kept blocks, ascending, -1 behind the last.
+    """
 
     entries: Tensor
     candidates: Tensor | None
@@ -138,7 +141,8 @@ class RMSNorm(Protocol):
 class Rotate(Protocol):
     """Rotary embedding of the last 2 * `cosine.shape[1]` channels of x [T, ..., n], neighbours (2p, 2p + 1) paired.
 
-    `cosine`, `sine` float32 [T, R / 2]. Computed in float32, one rounding. `inverse` turns backwards. Returns a copy.
+    `cosine`, `sine` float32 [T, R / 2]. Computed in float32, one rounding. `inverse` turns backwards. The caller gives
+    x up: the result may be x itself, turned in place.
     """
 
     def __call__(self, x: Tensor, cosine: Tensor, sine: Tensor, *, inverse: bool = False) -> Tensor: ...
@@ -218,8 +222,9 @@ class IndexSelect(Protocol):
 
     score[t, j] = sum_h relu(query[t, h] . key[j]) * weights[t, h], for j < visible[t]. `query` [T, Hi, di] after
     rotation (quantised here), `weights` [T, Hi] already scaled. With the model dtype bf16 the dot products, the
-    weighted products and the head sum are each rounded to bf16. `candidates` [T, C] limits the choice; `rule` asks to
-    publish a pool: blocks by their largest score, ties to the lower block, the newest visible block always in it.
+    weighted products and the head sum are each rounded to bf16. `rule` asks to publish a pool: blocks by their largest
+    score, ties to the lower block, the newest visible block always in it. With `candidates`, such a pool of blocks of
+    `rule.block_size`, the choice is limited to their entries, and they are what is published.
     """
 
     def __call__(
@@ -299,3 +304,14 @@ class CombineExperts(Protocol):
     """float32 sum of `expert_rows` [T, K, D] in column order, then `shared` [T, D]; one rounding -> [T, D]."""
 
     def __call__(self, expert_rows: Tensor, shared: Tensor) -> Tensor: ...
+
+
+class GumbelArgmax(Protocol):
+    """Draw one token id a row from softmax(scores): arg-max of scores + noise in float32, ties to the lower id.
+
+    `scores` [R, V] float32, log-probabilities up to a constant of the row, -inf for excluded ids, at least one finite
+    and no NaN; `seeds`, `positions` [R] int64; 0 <= `purpose` < 256. Noise as in `reference/sampling.py`: its words are
+    the same everywhere, its float values up to a few last bits. Returns [R] int64.
+    """
+
+    def __call__(self, scores: Tensor, seeds: Tensor, positions: Tensor, *, purpose: int) -> Tensor: ...

@@ -46,6 +46,14 @@ def choose_entries(scores: Tensor, num_selected: int) -> Tensor:
     return torch.where(ascending == absent, -1, ascending)
 
 
+def candidate_entries(candidates: Tensor, rule: CandidateRule, *, num_entries: int) -> Tensor:
+    """bool [T, num_entries]: entries inside the kept blocks `candidates` [T, n]."""
+    num_blocks = -(-num_entries // rule.block_size)
+    mask = torch.zeros(len(candidates), num_blocks + 1, dtype=torch.bool, device=candidates.device)
+    mask.scatter_(1, torch.where(candidates < 0, num_blocks, candidates), value=True)
+    return mask[:, :-1].repeat_interleave(rule.block_size, 1)[:, :num_entries]
+
+
 @dataclass(slots=True, frozen=True)
 class IndexSelect:
     """`ops.IndexSelect`; `choose` (scores [T, C], number) -> entries is the tie rule."""
@@ -68,9 +76,11 @@ class IndexSelect:
     ) -> Selection:
         tiles = _cut_rows(sequence_starts, row_sequence, visible)
         scores = self.scores(query, weights, keys, tiles, visible)
-        pool = None if rule is None else self._candidates(scores, visible, rule)
         if candidates is not None:
-            scores = scores.masked_fill(~candidates, -torch.inf)
+            assert rule is not None, "candidates are blocks: their size is missing"
+            inside = candidate_entries(candidates, rule, num_entries=scores.shape[1])
+            return Selection(self.choose(scores.masked_fill(~inside, -torch.inf), num_selected), candidates)
+        pool = None if rule is None else self._candidates(scores, visible, rule)
         return Selection(self.choose(scores, num_selected), pool)
 
     def scores(self, query: Tensor, weights: Tensor, keys: PagedRows, tiles: _RowTiles, visible: Tensor) -> Tensor:
@@ -93,17 +103,13 @@ class IndexSelect:
         return scores.masked_fill(entries >= visible.unsqueeze(1), -torch.inf)
 
     def _candidates(self, scores: Tensor, visible: Tensor, rule: CandidateRule) -> Tensor:
-        """bool [T, C]: entries inside the kept blocks. A block without a visible entry is never kept."""
-        num_entries = scores.shape[1]
-        padded = torch.nn.functional.pad(scores, (0, -num_entries % rule.block_size), value=-torch.inf)
+        """The kept blocks [T, num_blocks], ascending, -1 behind. A block without a visible entry is never kept."""
+        padded = torch.nn.functional.pad(scores, (0, -scores.shape[1] % rule.block_size), value=-torch.inf)
         best = padded.unflatten(1, (-1, rule.block_size)).amax(2)
         newest = (visible.unsqueeze(1) - 1) // rule.block_size
         numbers = torch.arange(best.shape[1], device=scores.device)
         best = best.masked_fill((numbers == newest) & (visible.unsqueeze(1) > 0), torch.inf)
-        kept = self.choose(best, rule.num_blocks)
-        mask = torch.zeros(best.shape[0], best.shape[1] + 1, dtype=torch.bool, device=scores.device)
-        mask.scatter_(1, torch.where(kept < 0, best.shape[1], kept), value=True)
-        return mask[:, :-1].repeat_interleave(rule.block_size, 1)[:, :num_entries]
+        return self.choose(best, rule.num_blocks)
 
     def _pair_scores(self, query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
         """query [P, R, Hi, di], weights [P, R, Hi], keys [P, 64, di] -> float32 [P, R, 64]."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.reference.abilities import implementation
+
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -61,11 +63,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, *, purpose: int, num_tokens: 
 
 
 def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, *, purpose: int) -> Tensor:
-    """Draw one token id a row from softmax(scores): arg-max of scores + noise in float32, ties to the lower id.
-
-    `scores` [R, V] float32, log-probabilities up to a constant of the row, -inf for excluded ids, at least one finite
-    and no NaN; `seeds`, `positions` [R] int64. Returns [R] int64. A row's result does not depend on other rows.
-    """
+    """`ops.GumbelArgmax`. A row's result does not depend on other rows."""
     num_tokens = scores.shape[1]
     num_rows = max(1, _ELEMENTS_PER_CHUNK // num_tokens)
     chunks = zip(scores.split(num_rows), seeds.split(num_rows), positions.split(num_rows), strict=True)
@@ -74,3 +72,6 @@ def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, *, purpose: 
         for score, seed, position in chunks
     ]
     return torch.cat(token_ids)
+
+
+IMPLEMENTATIONS = (implementation("gumbel_argmax", lambda _: gumbel_argmax),)

@@ -19,7 +19,7 @@ from deepinfer.models.deepseek_v41.weight_types import IndexerWeights
 class Published:
     """What the latest source layers of this forward pass left for the layers behind them.
 
-    `main_rows` [T, k]: pool rows of the selected entries, -1 = none; `candidates` [T, C]: the candidate source's pool.
+    `main_rows` [T, k]: pool rows of the selected entries, -1 = none; `candidates`: the candidate source's blocks.
     """
 
     main_rows: Tensor | None = None
@@ -50,8 +50,8 @@ class Indexer:
         self.query_weight = kernels.quantized_linear.prepare(weights.wq_b.weight, weights.wq_b.scale)
         self.head_weight = kernels.linear.prepare(weights.weights_proj)
         self.inside_candidates = config.inside_candidates(layer)
-        publishes = layer == config.candidate_source_layer_id
-        self.rule = CandidateRule(config.candidate_topk_blocks, config.candidate_block_size) if publishes else None
+        uses_blocks = self.inside_candidates or layer == config.candidate_source_layer_id
+        self.rule = CandidateRule(config.candidate_topk_blocks, config.candidate_block_size) if uses_blocks else None
         self.last_source = config.kv_source_layer_ids[-1]
         self.upstream_open_pair_keys = upstream_open_pair_keys and self.ratio == 2
 
