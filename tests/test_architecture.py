@@ -26,12 +26,14 @@ ORDER = [
 _GROUND = {"msgspec", "numpy", "yaml"}
 _LOGIC = _GROUND | {"tokenizers", "deepseek_recipe"}
 _DEVICE = _LOGIC | {"torch", "psutil"}
+_KERNELS = _DEVICE | {"triton", "deep_gemm", "flash_mla"}
 _MODEL = _DEVICE | {"safetensors", "huggingface_hub"}
 _DOORS = _LOGIC | {"ray", "psutil"}
 THIRD_PARTIES = {
     **dict.fromkeys(["errors", "log", "metrics", "config", "protocol", "codec"], _GROUND),
     **dict.fromkeys(["kv_cache", "tokenizer", "scheduler"], _LOGIC),
-    **dict.fromkeys(["platforms", "kernels", "distributed", "sampling", "runtime"], _DEVICE),
+    **dict.fromkeys(["platforms", "distributed", "sampling", "runtime"], _DEVICE),
+    "kernels": _KERNELS,
     "models": _MODEL,
     "actors": _DOORS,
     **dict.fromkeys(["outputs", "client", "llm", "launcher"], _DOORS),

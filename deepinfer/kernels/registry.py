@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -12,8 +12,10 @@ import torch
 
 from deepinfer.errors import ConfigError
 from deepinfer.kernels import ops
+from deepinfer.log import get_logger
 
-# backend -> its modules; each has IMPLEMENTATIONS. A module is imported only when its backend is considered.
+# backend -> its modules; each has IMPLEMENTATIONS. A module is imported only when its backend is considered; one that
+# needs an optional package has `probe()`, which runs one tiny call.
 _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
     "reference": (
         "deepinfer.kernels.reference.attention",
@@ -24,13 +26,34 @@ _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
         "deepinfer.kernels.reference.index_select",
         "deepinfer.kernels.reference.moe",
         "deepinfer.kernels.reference.norm",
+        "deepinfer.kernels.reference.sampling",
     ),
+    "triton": (
+        "deepinfer.kernels.nvidia.attention",
+        "deepinfer.kernels.nvidia.cache",
+        "deepinfer.kernels.nvidia.engram",
+        "deepinfer.kernels.nvidia.experts",
+        "deepinfer.kernels.nvidia.gemm",
+        "deepinfer.kernels.nvidia.hyper_connection",
+        "deepinfer.kernels.nvidia.index_select",
+        "deepinfer.kernels.nvidia.moe",
+        "deepinfer.kernels.nvidia.norm",
+        "deepinfer.kernels.nvidia.sampling",
+    ),
+    "cublas": ("deepinfer.kernels.nvidia.cublas",),
+    "deep_gemm": ("deepinfer.kernels.nvidia.deep_gemm",),
+}
+# optional backend -> what a start without it costs, measured on an H200 at the released shapes
+_COST_WITHOUT: Final = {
+    "deep_gemm": "experts run from FP4 weights about 3 times slower, other quantised linears in bf16",
+    "triton": "every small kernel falls back to torch: for tests only",
 }
 # platform -> device type, and its backends by preference
 _PLATFORMS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "cpu": ("cpu", ("reference",)),
-    "nvidia": ("cuda", ("reference",)),
+    "nvidia": ("cuda", ("deep_gemm", "cublas", "triton", "reference")),
 }
+_log = get_logger("kernels")
 _NUMERICS: Final = {"reference": ops.REFERENCE_NUMERICS, "fp32": ops.FP32_NUMERICS}
 
 
@@ -39,6 +62,8 @@ class Implementation:
     """One implementation of the op `op`: `build` returns the callable for given numerics.
 
     `device_types`: torch device types; `dtypes`: model dtypes; `batch_invariant`: a row's bits depend on that row only.
+    `released_numerics_only`: it needs FP8 activations and packed caches. `package`: what it calls besides our code.
+    `verified_chips`: chips ("sm_90") on which its tests passed; `required_chips`: the only ones it runs on, if any.
     """
 
     op: str
@@ -46,6 +71,19 @@ class Implementation:
     device_types: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     batch_invariant: bool
+    released_numerics_only: bool = False
+    package: str = "torch"
+    verified_chips: tuple[str, ...] = ()
+    required_chips: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class Backend:
+    """A loaded backend: its implementations by op, or why it can't be used here (`fault`)."""
+
+    name: str
+    implementations: dict[str, Implementation]
+    fault: str | None
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,6 +112,7 @@ class KernelSet:
     swiglu: ops.SwiGLU
     expert_mlp: ops.ExpertMLP
     combine_experts: ops.CombineExperts
+    gumbel_argmax: ops.GumbelArgmax
 
     def describe(self) -> dict[str, str]:
         """Return op -> backend, for logs, digests and bug reports."""
@@ -94,25 +133,93 @@ def select_kernels(
 ) -> KernelSet:
     """Pick the first fitting implementation of every op, in the platform's order of backends.
 
-    `overrides` (op -> backend) fixes a backend for an op. Raises `ConfigError` naming the op when nothing fits.
+    `overrides` (op -> backend) fixes a backend for an op. A backend that can't be used is passed over with a warning
+    that says what this costs. Raises `ConfigError` naming the op when nothing fits.
     """
-    if platform_name not in _PLATFORMS:
-        raise ConfigError(f"{platform_name!r} has no kernels; known are {sorted(_PLATFORMS)}", path="accelerator")
     chosen = numerics if isinstance(numerics, ops.Numerics) else _NUMERICS[numerics]
-    device_type, order = _PLATFORMS[platform_name]
+    device_type, order = _platform(platform_name)
     _check_overrides(overrides)
-    tables = {name: _load_backend(name) for name in {*order, *overrides.values()}}
-    backends, built = {}, {}
-    for op in op_names():
-        names = (overrides[op],) if op in overrides else order
-        for name in names:
-            found = tables[name].get(op)
-            if found is not None and _fits(found, device_type, chosen.dtype, batch_invariant):
-                backends[op], built[op] = name, found.build(chosen)
-                break
-        else:
-            raise ConfigError(_nothing_fits(op, names, device_type, chosen.dtype, batch_invariant), path="kernels")
-    return KernelSet(numerics=chosen, backends=backends, **built)
+    wanted = _Wanted(device_type, _chip(device_type), chosen, batch_invariant)
+    loaded = {name: load_backend(name, device_type) for name in dict.fromkeys((*order, *overrides.values()))}
+    for backend in loaded.values():
+        if backend.fault is not None:
+            cost = _COST_WITHOUT.get(backend.name, "other backends take its place")
+            _log.warning("kernels %s can't be used (%s): %s", backend.name, backend.fault, cost)
+    entries = {op: _pick(op, (overrides[op],) if op in overrides else order, loaded, wanted) for op in op_names()}
+    unverified = sorted(op for op, (_, entry) in entries.items() if wanted.is_unverified(entry))
+    if unverified:
+        _log.warning("not tested on %s: %s", wanted.chip, ", ".join(unverified))
+    built = {op: entry.build(chosen) for op, (_, entry) in entries.items()}
+    return KernelSet(numerics=chosen, backends={op: name for op, (name, _) in entries.items()}, **built)
+
+
+@dataclass(slots=True, frozen=True)
+class _Wanted:
+    """What an implementation has to fit; `chip` is None on a CPU."""
+
+    device_type: str
+    chip: str | None
+    numerics: ops.Numerics
+    batch_invariant: bool
+
+    def fits(self, entry: Implementation) -> bool:
+        """True when `entry` can be used."""
+        numerics = self.numerics
+        is_released = numerics.quantise_activations and numerics.quantise_caches
+        return (
+            self.device_type in entry.device_types
+            and numerics.dtype in entry.dtypes
+            and (entry.batch_invariant or not self.batch_invariant)
+            and (is_released or not entry.released_numerics_only)
+            and (not entry.required_chips or self.chip in entry.required_chips)
+        )
+
+    def is_unverified(self, entry: Implementation) -> bool:
+        """True when `entry` names the chips it was tested on and this one is not among them."""
+        return bool(entry.verified_chips) and self.chip not in entry.verified_chips
+
+
+def load_backend(name: str, device_type: str) -> Backend:
+    """Import a backend's modules and probe them; what goes wrong is kept as the backend's `fault`."""
+    found: dict[str, Implementation] = {}
+    try:
+        for path in _BACKENDS[name]:
+            module = importlib.import_module(path)
+            if device_type == "cuda" and hasattr(module, "probe"):
+                module.probe()
+            found |= {entry.op: entry for entry in module.IMPLEMENTATIONS}
+    except Exception as error:  # whatever a foreign package raises, the start goes on without it
+        if name == "reference":
+            raise
+        return Backend(name, {}, f"{type(error).__name__}: {error}")
+    return Backend(name, found, None)
+
+
+def backend_names(platform_name: str) -> tuple[str, ...]:
+    """Return the backends of a platform, the preferred one first."""
+    return _platform(platform_name)[1]
+
+
+def _platform(name: str) -> tuple[str, tuple[str, ...]]:
+    if name not in _PLATFORMS:
+        raise ConfigError(f"{name!r} has no kernels; known are {sorted(_PLATFORMS)}", path="accelerator")
+    return _PLATFORMS[name]
+
+
+def _chip(device_type: str) -> str | None:
+    if device_type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def _pick(op: str, names: tuple[str, ...], loaded: dict[str, Backend], wanted: _Wanted) -> tuple[str, Implementation]:
+    for name in names:
+        entry = loaded[name].implementations.get(op)
+        if entry is not None and wanted.fits(entry):
+            return name, entry
+    faults = "".join(f"; {name}: {loaded[name].fault}" for name in names if loaded[name].fault)
+    raise ConfigError(_nothing_fits(op, names, wanted) + faults, path="kernels")
 
 
 def _check_overrides(overrides: dict[str, str]) -> None:
@@ -125,19 +232,6 @@ def _check_overrides(overrides: dict[str, str]) -> None:
             )
 
 
-def _load_backend(name: str) -> dict[str, Implementation]:
-    modules = (importlib.import_module(module) for module in _BACKENDS[name])
-    implementations: Iterable[Implementation] = (entry for module in modules for entry in module.IMPLEMENTATIONS)
-    return {implementation.op: implementation for implementation in implementations}
-
-
-def _fits(entry: Implementation, device_type: str, dtype: torch.dtype, batch_invariant: bool) -> bool:
-    able = device_type in entry.device_types and dtype in entry.dtypes
-    return able and (entry.batch_invariant or not batch_invariant)
-
-
-def _nothing_fits(
-    op: str, backends: tuple[str, ...], device_type: str, dtype: torch.dtype, batch_invariant: bool
-) -> str:
-    wanted = f"{'batch-invariant ' if batch_invariant else ''}{dtype} on {device_type}"
-    return f"no implementation of op {op!r} for {wanted} in backends {', '.join(backends)}"
+def _nothing_fits(op: str, backends: tuple[str, ...], wanted: _Wanted) -> str:
+    kind = f"{'batch-invariant ' if wanted.batch_invariant else ''}{wanted.numerics.dtype} on {wanted.device_type}"
+    return f"no implementation of op {op!r} for {kind} in backends {', '.join(backends)}"

@@ -28,7 +28,7 @@ class RecordFormats:
 
     def __call__(self, kind: RecordKind, width: int) -> RecordFormat:
         if not self.numerics.quantise_caches:
-            return _raw_format(kind, width, self.numerics.dtype)
+            return raw_format(kind, width, self.numerics.dtype)
         if kind == "window":
             return _packed_format(kind, width, width, quantize.quantize_fp8, quantize.dequantize_fp8)
         if kind == "main":
@@ -56,7 +56,7 @@ def _packed_format(
     return RecordFormat(f"{kind}:packed{num_bytes}", width, num_bytes, pack, unpack)
 
 
-def _raw_format(kind: RecordKind, width: int, dtype: torch.dtype) -> RecordFormat:
+def raw_format(kind: RecordKind, width: int, dtype: torch.dtype) -> RecordFormat:
     num_bytes = width * dtype.itemsize
 
     def pack(values: Tensor) -> Tensor:

@@ -1,0 +1,75 @@
+"""Linear maps through torch's cuBLAS: bf16 operands, float32 sums. Fast, but a row's bits depend on the row count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.nvidia.abilities import BF16, VERIFIED
+from deepinfer.kernels.nvidia.casts import fp8_values
+from deepinfer.kernels.ops import Numerics
+from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles
+from deepinfer.kernels.registry import Implementation
+
+
+@dataclass(slots=True, frozen=True)
+class Linear:
+    """`ops.Linear`. Products of bf16 numbers are exact in float32, so nothing is lost against float32 operands."""
+
+    def prepare(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def __call__(self, x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        if weight.dtype == torch.float32:
+            return torch.mm(x.float(), weight.t()).to(out_dtype)
+        return torch.mm(x, weight.t(), out_dtype=out_dtype)
+
+
+@dataclass(slots=True, frozen=True)
+class QuantizedLinear:
+    """`ops.QuantizedLinear`, its 1 x 32 activation scales included; the prepared weight is bf16 [N, K], exact."""
+
+    numerics: Numerics
+
+    def prepare(self, weight: Tensor, scale: Tensor) -> Tensor:
+        return dequantize_fp8_tiles(weight, scale).to(torch.bfloat16)
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        values = fp8_values(x) if self.numerics.quantise_activations else x
+        return torch.mm(values, weight.t())
+
+
+@dataclass(slots=True, frozen=True)
+class GroupedLinear:
+    """`ops.GroupedLinear`; the prepared weight is bf16 [G, N, K], exact."""
+
+    def prepare(self, weight: Tensor, scale: Tensor, *, num_groups: int) -> Tensor:
+        return dequantize_fp8_tiles(weight, scale).to(torch.bfloat16).unflatten(0, (num_groups, -1))
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        out = torch.empty(x.shape[0], weight.shape[0], weight.shape[1], dtype=x.dtype, device=x.device)
+        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+        return out.flatten(1)
+
+
+def _entry(op: str, build: Callable[[Numerics], Any]) -> Implementation:
+    return Implementation(
+        op=op,
+        build=build,
+        device_types=("cuda",),
+        dtypes=BF16,
+        batch_invariant=False,
+        package="torch",
+        verified_chips=VERIFIED,
+    )
+
+
+IMPLEMENTATIONS = (
+    _entry("linear", lambda _: Linear()),
+    _entry("quantized_linear", QuantizedLinear),
+    _entry("grouped_linear", lambda _: GroupedLinear()),
+)

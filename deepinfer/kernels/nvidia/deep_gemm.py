@@ -1,0 +1,238 @@
+"""FP8 products of DeepGEMM (package sgl-deep-gemm) on Hopper: activations 1 x 128, weights 128 x 128.
+
+All scales are powers of two, which makes the coarser groups almost free of loss (`fp8_weights`); sums are float32 as in
+the reference. Not bitwise the reference: a value that becomes subnormal under the larger group scale can round
+differently, 0.03 % of activations at most on random data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import deep_gemm
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.nvidia.abilities import BF16, VERIFIED
+from deepinfer.kernels.nvidia.casts import GROUP, cast_fp8, new_cast, store_cast
+from deepinfer.kernels.nvidia.expert_layout import ExpertLayout, lay_out_experts
+from deepinfer.kernels.nvidia.experts import ExpertMLP as TritonExperts
+from deepinfer.kernels.nvidia.experts import Fp4Weights
+from deepinfer.kernels.nvidia.fp8_weights import Fp8Weight, reblock_fp8, recast_fp4
+from deepinfer.kernels.nvidia.gemm import QuantizedLinear as TritonLinear
+from deepinfer.kernels.ops import Numerics
+from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles
+from deepinfer.kernels.registry import Implementation
+from deepinfer.log import get_logger
+
+PACKAGE = "sgl-deep-gemm"
+_MAX_RELATIVE_NORM = 1e-4
+_CAST_ROWS = 4
+
+_log = get_logger("kernels")
+
+
+def probe() -> None:
+    """Run one small product; raises what the package raises."""
+    x = torch.ones(1, GROUP, dtype=torch.bfloat16, device="cuda")
+    weight = Fp8Weight(torch.ones(GROUP, GROUP, device="cuda").to(torch.float8_e4m3fn), torch.ones(1, 1, device="cuda"))
+    result = _product(cast_fp8(x), weight)
+    if not bool((result == GROUP).all()):
+        raise RuntimeError(f"a product of ones gave {float(result[0, 0])} instead of {GROUP}")
+
+
+def _product(x: tuple[Tensor, Tensor], weight: Fp8Weight) -> Tensor:
+    codes, scales = x
+    out = torch.empty(codes.shape[0], weight.codes.shape[0], dtype=torch.bfloat16, device=codes.device)
+    deep_gemm.fp8_gemm_nt((codes, scales), (weight.codes, weight.scale), out)
+    return out
+
+
+@dataclass(slots=True, frozen=True)
+class QuantizedLinear:
+    """`ops.QuantizedLinear` with 1 x 128 activation groups.
+
+    Matrices that lose more than 1e-4 of their norm by re-blocking, or that don't divide by 128, go to Triton in bf16.
+    """
+
+    numerics: Numerics
+
+    def prepare(self, weight: Tensor, scale: Tensor) -> Fp8Weight | Tensor:
+        if weight.shape[1] % GROUP == 0 and weight.shape[0] % 64 == 0:
+            blocked, loss = reblock_fp8(weight, scale)
+            shape = f"{weight.shape[0]} x {weight.shape[1]}"
+            _log.debug("FP8 matrix %s: re-blocking changed %.4f%%", shape, 100 * loss.changed_share)
+            if loss.relative_norm <= _MAX_RELATIVE_NORM:
+                return blocked
+            _log.warning(
+                "FP8 matrix %s stays bf16: re-blocking changes %.2f%% of its values, by %.1e of its norm",
+                shape,
+                100 * loss.changed_share,
+                loss.relative_norm,
+            )
+        return TritonLinear(self.numerics).prepare(weight, scale)
+
+    def __call__(self, x: Tensor, weight: Fp8Weight | Tensor) -> Tensor:
+        if isinstance(weight, Tensor):
+            return TritonLinear(self.numerics)(x, weight)
+        if not len(x):
+            return torch.empty(0, weight.codes.shape[0], dtype=torch.bfloat16, device=x.device)
+        return _product(cast_fp8(x), weight)
+
+
+@dataclass(slots=True, frozen=True)
+class GroupedLinear:
+    """`ops.GroupedLinear`: bf16 operands, float32 sums; the prepared weight is bf16 [G, N, K], exact."""
+
+    def prepare(self, weight: Tensor, scale: Tensor, *, num_groups: int) -> Tensor:
+        return dequantize_fp8_tiles(weight, scale).to(torch.bfloat16).unflatten(0, (num_groups, -1)).contiguous()
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        num_groups, n, _ = weight.shape
+        out = torch.empty(x.shape[0], num_groups, n, dtype=torch.bfloat16, device=x.device)
+        if len(x):
+            deep_gemm.einsum("bhr,hdr->bhd", x.contiguous(), weight, out)
+        return out.flatten(1)
+
+
+@triton.jit
+def _swiglu_cast_kernel(
+    both_ptr,
+    weights_ptr,
+    source_ptr,
+    codes_ptr,
+    scale_ptr,
+    num_rows,
+    stride,
+    limit,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """SwiGLU of gate and up side by side, times the routing weight, rounded to bf16, then cast."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    source = tl.load(source_ptr + rows, mask=rows < num_rows, other=-1)
+    inside = source >= 0
+    first = tl.program_id(1) * BLOCK
+    columns = first + tl.arange(0, BLOCK)
+    wanted = inside[:, None] & (columns < WIDTH)[None, :]
+    place = both_ptr + rows[:, None] * (2 * WIDTH) + columns[None, :]
+    gate = tl.minimum(tl.load(place, mask=wanted, other=0.0).to(tl.float32), limit)
+    up = tl.load(place + WIDTH, mask=wanted, other=0.0).to(tl.float32)
+    weight = tl.load(weights_ptr + source, mask=inside, other=0.0)
+    values = gate * (1.0 / (1.0 + tl.exp(-gate))) * tl.minimum(tl.maximum(up, -limit), limit)
+    rounded = (weight[:, None] * values).to(tl.bfloat16).to(tl.float32)
+    store_cast(rounded, codes_ptr, scale_ptr, rows, inside, first, WIDTH, stride, ROWS, BLOCK)
+
+
+@dataclass(slots=True, frozen=True)
+class Fp8Experts:
+    """Experts recast to FP8: `gate_up` [E, 2I, D] and `down` [E, D, I]."""
+
+    gate_up: Fp8Weight
+    down: Fp8Weight
+
+
+@dataclass(slots=True, frozen=True)
+class ExpertMLP:
+    """`ops.ExpertMLP` with FP8 weights, a lossless recast at twice the memory, and 1 x 128 activation groups.
+
+    Shapes that don't divide by 128, and scales too far apart for a lossless recast, go to Triton in FP4.
+    """
+
+    numerics: Numerics
+
+    def prepare(
+        self, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor
+    ) -> Fp8Experts | Fp4Weights:
+        released = Fp4Weights(gate, gate_scale, up, up_scale, down, down_scale)
+        if gate.shape[1] % GROUP or 2 * gate.shape[2] % GROUP:
+            return released
+        gate_up = _recast(torch.cat((gate, up), 1), torch.cat((gate_scale, up_scale), 1))
+        recast_down = _recast(down, down_scale)
+        if gate_up is None or recast_down is None:
+            _log.warning("experts stay FP4: the scales of a 128 x 128 tile differ by more than 2^11; about 3x slower")
+            return released
+        return Fp8Experts(gate_up, recast_down)
+
+    def __call__(
+        self,
+        rows: Tensor,
+        weights: Tensor,
+        tokens_per_expert: Tensor,
+        experts: Fp8Experts | Fp4Weights,
+        *,
+        limit: float,
+    ) -> Tensor:
+        if isinstance(experts, Fp4Weights):
+            return TritonExperts(self.numerics)(rows, weights, tokens_per_expert, experts, limit=limit)
+        if not len(rows):
+            return torch.empty_like(rows)
+        layout = lay_out_experts(tokens_per_expert, len(rows), tile=GROUP)
+        both = _grouped_product(cast_fp8(rows, layout.source, layout.num_places), experts.gate_up, layout)
+        hidden = _swiglu_cast(both, weights, layout, limit)
+        return _grouped_product(hidden, experts.down, layout).index_select(0, layout.place)
+
+
+def _recast(packed: Tensor, scale: Tensor) -> Fp8Weight | None:
+    """All experts' FP8 weights, or None where values would be lost."""
+    num_experts, n, half = packed.shape
+    codes = torch.empty(num_experts, n, 2 * half, dtype=torch.float8_e4m3fn, device=packed.device)
+    scales = torch.empty(num_experts, n // GROUP, 2 * half // GROUP, device=packed.device)
+    for expert in range(num_experts):
+        weight, loss = recast_fp4(packed[expert], scale[expert])
+        if loss.changed_share:
+            return None
+        codes[expert], scales[expert] = weight.codes, weight.scale
+    return Fp8Weight(codes, scales)
+
+
+def _grouped_product(x: tuple[Tensor, Tensor], weight: Fp8Weight, layout: ExpertLayout) -> Tensor:
+    codes, _ = x
+    out = torch.empty(layout.num_places, weight.codes.shape[1], dtype=torch.bfloat16, device=codes.device)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(x, (weight.codes, weight.scale), out, layout.expert)
+    return out
+
+
+def _swiglu_cast(both: Tensor, weights: Tensor, layout: ExpertLayout, limit: float) -> tuple[Tensor, Tensor]:
+    width = both.shape[1] // 2
+    codes, scales = new_cast(layout.num_places, width, both.device)
+    _swiglu_cast_kernel[(triton.cdiv(layout.num_places, _CAST_ROWS), triton.cdiv(width, 512))](
+        both,
+        weights.contiguous(),
+        layout.source,
+        codes.view(torch.uint8),
+        scales,
+        layout.num_places,
+        scales.stride(1),
+        limit,
+        WIDTH=width,
+        ROWS=_CAST_ROWS,
+        BLOCK=512,
+    )
+    return codes, scales
+
+
+def _entry(op: str, build: Callable[[Numerics], Any], *, released_numerics_only: bool) -> Implementation:
+    return Implementation(
+        op=op,
+        build=build,
+        device_types=("cuda",),
+        dtypes=BF16,
+        batch_invariant=True,
+        released_numerics_only=released_numerics_only,
+        package=PACKAGE,
+        verified_chips=VERIFIED,
+        required_chips=("sm_90",),
+    )
+
+
+IMPLEMENTATIONS = (
+    _entry("quantized_linear", QuantizedLinear, released_numerics_only=True),
+    _entry("grouped_linear", lambda _: GroupedLinear(), released_numerics_only=False),
+    _entry("expert_mlp", ExpertMLP, released_numerics_only=True),
+)

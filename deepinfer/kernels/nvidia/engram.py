@@ -1,0 +1,179 @@
+"""N-gram memory in Triton: hashed rows, gather with dequantisation, and the gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.nvidia.abilities import triton_kernel
+from deepinfer.kernels.nvidia.number_formats import decode_e4m3, decode_e8m0, spread
+from deepinfer.kernels.ops import Numerics
+from deepinfer.kernels.reference.engram import EngramLookup as HostLookup
+
+_GATE_BLOCK = 1024
+
+
+@triton.jit
+def _rows_kernel(
+    history_ptr,
+    multipliers_ptr,
+    primes_ptr,
+    offsets_ptr,
+    out_ptr,
+    num_rows,
+    LENGTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    heads = tl.arange(0, HEADS_BLOCK)
+    inside = (rows < num_rows)[:, None] & (heads < HEADS)[None, :]
+    mixed = tl.load(history_ptr + rows * LENGTH, mask=rows < num_rows, other=0) * tl.load(multipliers_ptr)
+    for order in tl.static_range(LENGTH - 1):
+        token = tl.load(history_ptr + rows * LENGTH + order + 1, mask=rows < num_rows, other=0)
+        mixed = mixed ^ (token * tl.load(multipliers_ptr + order + 1))
+        prime = tl.load(primes_ptr + order * HEADS + heads, mask=heads < HEADS, other=1)[None, :]
+        offset = tl.load(offsets_ptr + order * HEADS + heads, mask=heads < HEADS, other=0)[None, :]
+        rest = mixed[:, None] % prime
+        rest = tl.where(rest < 0, rest + prime, rest)  # the remainder of a negative number has the divisor's sign
+        place = out_ptr + (rows[:, None] * (LENGTH - 1) + order) * HEADS + heads[None, :]
+        tl.store(place, rest + offset, mask=inside)
+
+
+@triton.jit
+def _lookup_kernel(rows_ptr, table_ptr, scale_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    entries = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = entries < num_rows
+    rows = tl.load(rows_ptr + entries, mask=inside, other=0)
+    columns = tl.arange(0, WIDTH)[None, :]
+    codes = tl.load(table_ptr + rows[:, None] * WIDTH + columns, mask=inside[:, None], other=0)
+    groups = tl.arange(0, WIDTH // 32)[None, :]
+    scale = tl.load(scale_ptr + rows[:, None] * (WIDTH // 32) + groups, mask=inside[:, None], other=0).to(tl.int32)
+    values = decode_e4m3(codes) * spread(decode_e8m0(scale), ROWS, WIDTH // 32, 32)
+    tl.store(out_ptr + entries[:, None] * WIDTH + columns, values, mask=inside[:, None])
+
+
+@triton.jit
+def _gate_kernel(
+    streams_ptr,
+    memory_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    out_ptr,
+    epsilon,
+    root,
+    NUM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: one stream of one row; sums first, then the addition."""
+    row, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x_ptr = streams_ptr + (row * NUM + stream) * WIDTH
+    key_ptr = memory_ptr + (row * (NUM + 1) + stream) * WIDTH
+    dots = tl.zeros((BLOCK,), tl.float32)
+    x_squares = tl.zeros((BLOCK,), tl.float32)
+    key_squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        key = tl.load(key_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(query_weight_ptr + stream * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        weight *= tl.load(key_weight_ptr + stream * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        dots += x * weight * key
+        x_squares += x * x
+        key_squares += key * key
+    dot = tl.sum(dots, 0) * tl.rsqrt(tl.sum(x_squares, 0) / WIDTH + epsilon)
+    dot = dot * tl.rsqrt(tl.sum(key_squares, 0) / WIDTH + epsilon) * root
+    size = tl.sqrt(tl.maximum(tl.abs(dot), 1e-6))
+    negative = (dot.to(tl.int32, bitcast=True) >> 31) != 0
+    gate = 1.0 / (1.0 + tl.exp(tl.where(negative, size, -size)))
+    value_ptr = memory_ptr + (row * (NUM + 1) + NUM) * WIDTH
+    for start in range(0, WIDTH, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(value_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + (row * NUM + stream) * WIDTH + columns, x + gate * value, mask=inside)
+
+
+@dataclass(slots=True, frozen=True)
+class EngramRows:
+    """`ops.EngramRows`; products wrap at 64 bits."""
+
+    def __call__(self, history: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor) -> Tensor:
+        num_rows, length = history.shape
+        heads = primes.shape[1]
+        out = torch.empty(num_rows, (length - 1) * heads, dtype=torch.int64, device=history.device)
+        if num_rows:
+            _rows_kernel[(triton.cdiv(num_rows, 32),)](
+                history.contiguous(),
+                multipliers,
+                primes,
+                offsets,
+                out,
+                num_rows,
+                LENGTH=length,
+                HEADS=heads,
+                HEADS_BLOCK=triton.next_power_of_2(heads),
+                ROWS=32,
+            )
+        return out
+
+
+@dataclass(slots=True, frozen=True)
+class EngramLookup:
+    """`ops.EngramLookup`; a table in host memory is read by the host, which waits for `rows`."""
+
+    numerics: Numerics
+
+    def __call__(self, rows: Tensor, table: Tensor, scale: Tensor) -> Tensor:
+        if table.device != rows.device:
+            found = HostLookup(self.numerics)(rows.to(table.device), table, scale)
+            return found.to(rows.device)
+        width = table.shape[1]
+        out = torch.empty(rows.shape[0], rows.shape[1] * width, dtype=self.numerics.dtype, device=rows.device)
+        if rows.numel():
+            _lookup_kernel[(triton.cdiv(rows.numel(), 8),)](
+                rows.contiguous(), table.view(torch.uint8), scale, out, rows.numel(), WIDTH=width, ROWS=8
+            )
+        return out
+
+
+@dataclass(slots=True, frozen=True)
+class EngramGate:
+    """`ops.EngramGate`."""
+
+    numerics: Numerics
+
+    def __call__(
+        self, streams: Tensor, memory: Tensor, query_weight: Tensor, key_weight: Tensor, *, epsilon: float
+    ) -> Tensor:
+        num_rows, num, hidden = streams.shape
+        out = torch.empty(streams.shape, dtype=self.numerics.dtype, device=streams.device)
+        if num_rows:
+            _gate_kernel[(num_rows, num)](
+                streams.contiguous(),
+                memory.contiguous(),
+                query_weight,
+                key_weight,
+                out,
+                epsilon,
+                hidden**-0.5,
+                NUM=num,
+                WIDTH=hidden,
+                BLOCK=min(_GATE_BLOCK, triton.next_power_of_2(hidden)),
+            )
+        return out
+
+
+IMPLEMENTATIONS = (
+    triton_kernel("engram_rows", lambda _: EngramRows()),
+    triton_kernel("engram_lookup", EngramLookup),
+    triton_kernel("engram_gate", EngramGate),
+)

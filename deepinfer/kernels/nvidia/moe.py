@@ -1,0 +1,165 @@
+"""Routing, SwiGLU and the sum of experts in Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.nvidia.abilities import triton_kernel
+from deepinfer.kernels.ops import Numerics
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), accurate where the exponential is far below 1; x itself above 20."""
+    small = tl.exp(-tl.abs(x))
+    one = 1.0 + small
+    # log1p without its function: the quotient undoes the rounding of 1 + small
+    shifted = tl.where(one == 1.0, small, tl.log(one) * tl.div_rn(small, tl.where(one == 1.0, 1.0, one - 1.0)))
+    return tl.where(x > 20.0, x, tl.maximum(x, 0.0) + shifted)
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    weights_ptr,
+    scale,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, BLOCK)
+    inside = experts < EXPERTS
+    logits = tl.load(logits_ptr + row * EXPERTS + experts, mask=inside, other=0.0)
+    scores = tl.sqrt_rn(_softplus(logits))
+    biased = scores + tl.load(bias_ptr + experts, mask=inside, other=0.0)
+    left = tl.where(inside & (biased == biased), biased, float("-inf"))  # unusable rows still get ids in range
+    chosen = tl.zeros((BLOCK,), tl.int32)
+    total = 0.0
+    for _ in tl.static_range(CHOSEN):
+        best = tl.max(tl.where(chosen == 0, left, float("-inf")), 0)
+        expert = tl.min(tl.where((left == best) & (chosen == 0) & inside, experts, BLOCK), 0)
+        chosen = tl.where(experts == expert, 1, chosen)
+        total += tl.sum(tl.where(experts == expert, scores, 0.0), 0)
+    place = tl.cumsum(chosen, 0) - 1
+    taken = (chosen == 1) & (place < CHOSEN)
+    weight = tl.div_rn(scores, tl.full((BLOCK,), 1e-20, tl.float32) + total) * scale
+    tl.store(ids_ptr + row * CHOSEN + place, experts.to(tl.int64), mask=taken)
+    tl.store(weights_ptr + row * CHOSEN + place, weight, mask=taken)
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_ptr,
+    up_ptr,
+    weights_ptr,
+    out_ptr,
+    gate_stride,
+    limit,
+    WEIGHTED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.minimum(gate, limit)
+    values = gate * (1.0 / (1.0 + tl.exp(-gate))) * tl.minimum(tl.maximum(up, -limit), limit)
+    if WEIGHTED:
+        values = tl.load(weights_ptr + row) * values
+    tl.store(out_ptr + row * WIDTH + columns, values, mask=inside)
+
+
+@triton.jit
+def _combine_kernel(rows_ptr, shared_ptr, out_ptr, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    total = tl.load(rows_ptr + row * NUM * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    for column in tl.static_range(1, NUM):
+        total += tl.load(rows_ptr + (row * NUM + column) * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(shared_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + columns, total, mask=inside)
+
+
+@dataclass(slots=True, frozen=True)
+class RouteTokens:
+    """`ops.RouteTokens`; the sum of the chosen scores runs from the best expert down."""
+
+    def __call__(self, logits: Tensor, bias: Tensor, *, num_chosen: int, scale: float) -> tuple[Tensor, Tensor]:
+        num_rows, num_experts = logits.shape
+        ids = torch.empty(num_rows, num_chosen, dtype=torch.int64, device=logits.device)
+        weights = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=logits.device)
+        if num_rows:
+            _route_kernel[(num_rows,)](
+                logits.contiguous(),
+                bias,
+                ids,
+                weights,
+                scale,
+                EXPERTS=num_experts,
+                CHOSEN=num_chosen,
+                BLOCK=triton.next_power_of_2(num_experts),
+                num_warps=1,
+            )
+        return ids, weights
+
+
+@dataclass(slots=True, frozen=True)
+class SwiGLU:
+    """`ops.SwiGLU`; gate and up may be halves of one product."""
+
+    numerics: Numerics
+
+    def __call__(self, gate: Tensor, up: Tensor, *, limit: float, weights: Tensor | None = None) -> Tensor:
+        num_rows, width = gate.shape
+        if gate.stride() != up.stride() or gate.stride(1) != 1:
+            gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty(num_rows, width, dtype=self.numerics.dtype, device=gate.device)
+        if num_rows:
+            block = min(1024, triton.next_power_of_2(width))
+            _swiglu_kernel[(num_rows, triton.cdiv(width, block))](
+                gate,
+                up,
+                out if weights is None else weights.contiguous(),
+                out,
+                gate.stride(0),
+                limit,
+                WEIGHTED=weights is not None,
+                WIDTH=width,
+                BLOCK=block,
+            )
+        return out
+
+
+@dataclass(slots=True, frozen=True)
+class CombineExperts:
+    """`ops.CombineExperts`."""
+
+    numerics: Numerics
+
+    def __call__(self, expert_rows: Tensor, shared: Tensor) -> Tensor:
+        num_rows, num_columns, hidden = expert_rows.shape
+        out = torch.empty(num_rows, hidden, dtype=self.numerics.dtype, device=shared.device)
+        if num_rows:
+            block = min(1024, triton.next_power_of_2(hidden))
+            _combine_kernel[(num_rows, triton.cdiv(hidden, block))](
+                expert_rows.contiguous(), shared.contiguous(), out, NUM=num_columns, WIDTH=hidden, BLOCK=block
+            )
+        return out
+
+
+IMPLEMENTATIONS = (
+    triton_kernel("route_tokens", lambda _: RouteTokens()),
+    triton_kernel("swiglu", SwiGLU),
+    triton_kernel("combine_experts", CombineExperts),
+)

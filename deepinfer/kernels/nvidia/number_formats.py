@@ -1,0 +1,83 @@
+"""Triton helpers: the released number formats, bit for bit as `kernels/reference/quantize.py` writes and reads them.
+
+Codes are built from IEEE bits with integer steps, so that they are the same on every chip and under the interpreter.
+All helpers take and return float32 or int32 blocks; rounding is to nearest, ties to the even code.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decode_e8m0(byte):
+    """2^(byte - 127) of an int32 block; byte 0 is 2^-127, byte 255 is NaN."""
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    bits = tl.where(byte == 255, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_e8m0_ceiling(values):
+    """The byte (int32) of the smallest power of two >= values (normal, positive)."""
+    bits = values.to(tl.int32, bitcast=True)
+    return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+
+
+@triton.jit
+def fp8_scale(largest):
+    """The E8M0 byte (int32) of groups whose largest size is `largest`: at least 2^-22."""
+    return encode_e8m0_ceiling(tl.maximum(largest, 1e-4) * (1.0 / 448.0))
+
+
+@triton.jit
+def encode_e4m3(x):
+    """E4M3 codes (uint8) of float32 values, saturating at 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 448.0)
+    whole = size.to(tl.int32, bitcast=True)
+    normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - 960
+    # below 2^-6 codes are multiples of 2^-9: adding 2^14 rounds to them
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, small, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def decode_e4m3(code):
+    """float32 values of uint8 codes."""
+    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def encode_e2m1(x):
+    """4-bit codes (int32) of float32 values, saturating at 6; the sign of zero is kept."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = tl.abs(x)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    return code | ((bits >> 28) & 8)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """float32 values of 4-bit codes (int32)."""
+    exponent = (code >> 1) & 3
+    normal = (((exponent + 126) << 23) | ((code & 1) << 22)).to(tl.float32, bitcast=True)
+    size = tl.where(exponent > 0, normal, (code & 1).to(tl.float32) * 0.5)
+    return tl.where((code & 8) != 0, -size, size)
+
+
+@triton.jit
+def group_maxima(x, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """Largest size of each group of WIDTH neighbours: x [ROWS, GROUPS * WIDTH] -> [ROWS, GROUPS]."""
+    return tl.max(tl.abs(tl.reshape(x, (ROWS, GROUPS, WIDTH))), 2)
+
+
+@triton.jit
+def spread(factors, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """Repeat each factor WIDTH times: [ROWS, GROUPS] -> [ROWS, GROUPS * WIDTH]."""
+    wide = tl.broadcast_to(tl.reshape(factors, (ROWS, GROUPS, 1)), (ROWS, GROUPS, WIDTH))
+    return tl.reshape(wide, (ROWS, GROUPS * WIDTH))

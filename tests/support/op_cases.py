@@ -1,0 +1,380 @@
+"""Random cases of the ops of a kernel set, each compared with the reference: bitwise where bits are promised.
+
+`small()` sizes run on a CPU under Triton's interpreter; `released()` sizes are those of the released model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.ops import REFERENCE_NUMERICS, CandidateRule, PagedRows
+from deepinfer.kernels.reference import quantize
+from deepinfer.kernels.registry import KernelSet, select_kernels
+
+Check = Callable[["Bench"], None]
+
+
+@dataclass(slots=True, frozen=True)
+class Sizes:
+    """Shapes of the cases; names as in the model's configuration."""
+
+    rows: int
+    hidden: int
+    heads: int
+    head_dim: int
+    rotary: int
+    window: int
+    selected: int
+    index_heads: int
+    index_dim: int
+    entries: int
+    experts: int
+    chosen: int
+    expert_width: int
+    groups: int
+    group_width: int
+    vocabulary: int
+
+
+def small() -> Sizes:
+    """Sizes that the interpreter gets through in seconds."""
+    return Sizes(
+        rows=5, hidden=128, heads=4, head_dim=64, rotary=16, window=40, selected=8, index_heads=8, index_dim=32,
+        entries=150, experts=24, chosen=6, expert_width=64, groups=2, group_width=128, vocabulary=515,
+    )  # fmt: skip
+
+
+def released(rows: int = 256) -> Sizes:
+    """The released model's sizes."""
+    return Sizes(
+        rows=rows, hidden=5120, heads=64, head_dim=512, rotary=64, window=128, selected=512, index_heads=32,
+        index_dim=128, entries=20000, experts=384, chosen=6, expert_width=2304, groups=8, group_width=4096,
+        vocabulary=129280,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Bench:
+    """What a case works with: the kernels under test, the reference, sizes, device and a generator."""
+
+    kernels: KernelSet
+    sizes: Sizes
+    device: torch.device
+    seed: int = 0
+    reference: KernelSet = field(init=False)
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reference = select_kernels("cpu", numerics=REFERENCE_NUMERICS, batch_invariant=True, overrides={})
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+        """Random values on the device."""
+        return (torch.randn(*shape, generator=self.generator) * scale).to(dtype).to(self.device)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """Random int64 in [low, high) on the device."""
+        return torch.randint(low, high, shape, generator=self.generator).to(self.device)
+
+    def wide(self, *shape: int) -> Tensor:
+        """bf16 values whose groups of 16 differ by many powers of two; some groups are zero, some hold ties."""
+        values = torch.randn(*shape, generator=self.generator).unflatten(-1, (-1, 16))
+        powers = torch.randint(-30, 12, values.shape[:-1], generator=self.generator)
+        powers[..., ::7] = 0
+        values = values * torch.exp2(powers.float()).unsqueeze(-1)
+        values[..., ::5, :] = (values[..., ::5, :] * 2).round() / 2
+        values[..., 3::11, :] = 0
+        return values.flatten(-2).to(torch.bfloat16).to(self.device)
+
+
+def close(value: Tensor, wanted: Tensor, bound: float) -> None:
+    """Assert a relative L2 error below `bound`; a NaN never passes."""
+    value, wanted = value.float(), wanted.float().to(value.device)
+    error = float((value - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    assert error <= bound, f"relative error {error:.2e} is above {bound:.0e}"
+
+
+def same(value: Tensor, wanted: Tensor) -> None:
+    """Assert equal bits."""
+    wanted = wanted.to(value.device)
+    assert value.shape == wanted.shape, f"{value.shape} instead of {wanted.shape}"
+    assert value.dtype == wanted.dtype, f"{value.dtype} instead of {wanted.dtype}"
+    different = int((value != wanted).sum())
+    assert not different, f"{different} of {value.numel()} values differ"
+
+
+def check_records(bench: Bench) -> None:
+    """Packing, unpacking and storing, bit for bit."""
+    for kind, width in (("window", bench.sizes.head_dim), ("main", bench.sizes.head_dim), ("index", bench.sizes.index_dim)):
+        own, wanted = bench.kernels.record_formats(kind, width), bench.reference.record_formats(kind, width)
+        assert (own.name, own.num_bytes) == (wanted.name, wanted.num_bytes)
+        values = bench.wide(2 * bench.sizes.rows + 1, width)
+        records = own.pack(values)
+        same(records, wanted.pack(values))
+        same(own.unpack(records), wanted.unpack(records))
+        pool, other = (torch.zeros(50 + len(values), own.num_bytes, dtype=torch.uint8, device=bench.device) for _ in "12")
+        rows = torch.randperm(len(pool), generator=bench.generator)[: len(values)].to(bench.device)
+        bench.kernels.store_rows(pool, rows, records)
+        bench.reference.store_rows(other, rows, records)
+        same(pool, other)
+
+
+def check_norm_and_rotation(bench: Bench) -> None:
+    """RMS norm and both directions of the rotary embedding."""
+    sizes = bench.sizes
+    x, weight = bench.normal(sizes.rows, sizes.hidden), bench.normal(sizes.hidden)
+    close(bench.kernels.rms_norm(x, weight, epsilon=1e-20), bench.reference.rms_norm(x, weight, epsilon=1e-20), 2e-3)
+    angle = bench.normal(sizes.rows, sizes.rotary // 2, dtype=torch.float32, scale=100)
+    query = bench.normal(sizes.rows, sizes.heads, sizes.head_dim)
+    for inverse in (False, True):
+        wanted = bench.reference.rotate(query, angle.cos(), angle.sin(), inverse=inverse)
+        close(bench.kernels.rotate(query.clone(), angle.cos(), angle.sin(), inverse=inverse), wanted, 5e-4)
+
+
+def check_hyper_connection(bench: Bench) -> None:
+    """Coefficients with Sinkhorn to float32 accuracy, collapse and update."""
+    sizes = bench.sizes
+    streams = bench.normal(sizes.rows, 4, sizes.hidden)
+    function = bench.normal(24, 4 * sizes.hidden, dtype=torch.float32, scale=(4 * sizes.hidden) ** -0.5)
+    scale, base = torch.ones(3, device=bench.device), bench.normal(24, dtype=torch.float32, scale=0.5)
+    own, wanted = (
+        kernels.mix_coefficients(
+            streams, function, scale, base, epsilon=1e-20, mix_epsilon=1e-6, num_iterations=20
+        )
+        for kernels in (bench.kernels, bench.reference)
+    )
+    for part in ("pre", "post", "mix"):
+        close(getattr(own, part), getattr(wanted, part), 2e-5)
+    y = bench.normal(sizes.rows, sizes.hidden)
+    close(bench.kernels.collapse_streams(streams, wanted.pre), bench.reference.collapse_streams(streams, wanted.pre), 1e-3)
+    updated = bench.reference.update_streams(streams, y, wanted.post, wanted.mix)
+    close(bench.kernels.update_streams(streams, y, wanted.post, wanted.mix), updated, 1e-3)
+
+
+def check_engram(bench: Bench) -> None:
+    """Hash and look-up bit for bit, the gate within rounding."""
+    sizes = bench.sizes
+    history = bench.integers(0, 129280, sizes.rows, 4)
+    multipliers = bench.integers(2**53, 2**55, 4) | 1
+    primes = torch.tensor([[1009, 1013], [2003, 2011], [3001, 3011]], device=bench.device)
+    offsets = torch.arange(6, device=bench.device).view(3, 2) * 4000
+    rows = bench.kernels.engram_rows(history, multipliers, primes, offsets)
+    same(rows, bench.reference.engram_rows(history, multipliers, primes, offsets))
+    codes = bench.normal(24000, 64, scale=20).to(torch.float8_e4m3fn)
+    scale = bench.integers(100, 140, 24000, 2).to(torch.uint8)
+    same(bench.kernels.engram_lookup(rows, codes, scale), bench.reference.engram_lookup(rows, codes, scale))
+    streams, memory = bench.normal(sizes.rows, 4, sizes.hidden), bench.normal(sizes.rows, 5 * sizes.hidden)
+    weights = bench.normal(4, sizes.hidden), bench.normal(4, sizes.hidden)
+    wanted = bench.reference.engram_gate(streams, memory, *weights, epsilon=1e-20)
+    close(bench.kernels.engram_gate(streams, memory, *weights, epsilon=1e-20), wanted, 1e-3)
+
+
+def check_pair_compress(bench: Bench) -> None:
+    """Means of two tokens, the first token's halves lying in wider rows."""
+    rows, width = bench.sizes.rows, bench.sizes.head_dim
+    first = bench.normal(rows, 2 * width, dtype=torch.float32).chunk(2, 1)
+    second = [bench.normal(rows, width, dtype=torch.float32) for _ in "12"]
+    close(bench.kernels.pair_compress(*first, *second), bench.reference.pair_compress(*first, *second), 1e-3)
+
+
+def check_routing(bench: Bench) -> None:
+    """Ids equal with ties between equal experts; weights to float32 accuracy; SwiGLU with active clamps; the sum."""
+    sizes = bench.sizes
+    logits = bench.normal(sizes.rows, sizes.experts, dtype=torch.float32, scale=4)
+    logits[:, 1::3] = logits[:, 0::3][:, : logits[:, 1::3].shape[1]]
+    logits[0] = -30.0
+    bias = torch.zeros(sizes.experts, device=bench.device)
+    ids, weights = bench.kernels.route_tokens(logits, bias, num_chosen=sizes.chosen, scale=1.5)
+    wanted = bench.reference.route_tokens(logits, bias, num_chosen=sizes.chosen, scale=1.5)
+    same(ids, wanted[0])
+    close(weights, wanted[1], 1e-5)
+    gate, up = bench.normal(sizes.rows, 2 * sizes.expert_width, scale=8).chunk(2, 1)
+    factor = bench.normal(sizes.rows, dtype=torch.float32)
+    for given in (None, factor):
+        other = bench.reference.swiglu(gate, up, limit=10.0, weights=given)
+        close(bench.kernels.swiglu(gate, up, limit=10.0, weights=given), other, 1e-3)
+    rows, shared = bench.normal(sizes.rows, sizes.chosen, sizes.hidden), bench.normal(sizes.rows, sizes.hidden)
+    close(bench.kernels.combine_experts(rows, shared), bench.reference.combine_experts(rows, shared), 1e-3)
+
+
+def check_unusable_rows(bench: Bench) -> None:
+    """NaN logits still give distinct expert ids in range: what follows must not read outside the weights."""
+    logits = torch.full((2, bench.sizes.experts), torch.nan, device=bench.device)
+    ids, _ = bench.kernels.route_tokens(logits, logits[0] * 0, num_chosen=bench.sizes.chosen, scale=1.0)
+    assert (ids.diff(dim=1) > 0).all()
+    assert ((ids >= 0) & (ids < bench.sizes.experts)).all()
+
+
+def fp8_matrix(bench: Bench, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """A released FP8 matrix of size about 1 / sqrt(columns), with scales of neighbouring tiles that differ by 2^3."""
+    codes = bench.normal(rows, columns, scale=100).to(torch.float8_e4m3fn)
+    center = 127 - 7 - int(columns).bit_length() // 2
+    scale = bench.integers(center, center + 4, -(-rows // 32), -(-columns // 32)).to(torch.uint8)
+    return codes, scale
+
+
+def check_linear(bench: Bench) -> None:
+    """All three linear maps within the rounding of their output."""
+    sizes, own, wanted = bench.sizes, bench.kernels, bench.reference
+    x, weight = bench.normal(sizes.rows, sizes.hidden), bench.normal(sizes.experts, sizes.hidden)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 3e-3)):
+        given = wanted.linear(x, wanted.linear.prepare(weight), out_dtype=dtype)
+        close(own.linear(x, own.linear.prepare(weight), out_dtype=dtype), given, bound)
+    matrix = fp8_matrix(bench, sizes.expert_width, sizes.hidden)
+    prepared = own.quantized_linear.prepare(*matrix)
+    close(own.quantized_linear(x, prepared), wanted.quantized_linear(x, wanted.quantized_linear.prepare(*matrix)), 4e-3)
+    matrix = fp8_matrix(bench, sizes.groups * 64, sizes.group_width)
+    y = bench.normal(sizes.rows, sizes.groups, sizes.group_width)
+    given = wanted.grouped_linear(y, wanted.grouped_linear.prepare(*matrix, num_groups=sizes.groups))
+    close(own.grouped_linear(y, own.grouped_linear.prepare(*matrix, num_groups=sizes.groups)), given, 4e-3)
+
+
+def fp4_experts(bench: Bench, num_experts: int) -> list[Tensor]:
+    """Released weights of a few experts: gate, up and down with their scales."""
+    weights = []
+    for rows, columns in ((bench.sizes.expert_width, bench.sizes.hidden),) * 2 + ((bench.sizes.hidden, bench.sizes.expert_width),):
+        center = 127 - int(columns).bit_length() // 2 - 1
+        weights.append(bench.integers(0, 256, num_experts, rows, columns // 2).to(torch.uint8))
+        weights.append(bench.integers(center - 2, center + 2, num_experts, rows, columns // 32).to(torch.uint8))
+    return weights
+
+
+def check_experts(bench: Bench) -> None:
+    """Routed experts with an idle one, uneven counts, and none at all."""
+    sizes, own, wanted = bench.sizes, bench.kernels, bench.reference
+    weights = fp4_experts(bench, 3)
+    counts = torch.tensor([sizes.rows, 0, 2 * sizes.rows + 1], device=bench.device)
+    rows = bench.normal(int(counts.sum()), sizes.hidden)
+    factor = bench.normal(len(rows), dtype=torch.float32).abs() + 0.1
+    given = wanted.expert_mlp(rows, factor, counts, wanted.expert_mlp.prepare(*weights), limit=10.0)
+    prepared = own.expert_mlp.prepare(*weights)
+    close(own.expert_mlp(rows, factor, counts, prepared, limit=10.0), given, 1.5e-2)
+    assert own.expert_mlp(rows[:0], factor[:0], counts * 0, prepared, limit=10.0).shape == (0, sizes.hidden)
+
+
+@dataclass(slots=True, frozen=True)
+class IndexCase:
+    """Arguments of `IndexSelect` over several sequences in shuffled blocks."""
+
+    query: Tensor
+    weights: Tensor
+    keys: PagedRows
+    starts: Tensor
+    sequence: Tensor
+    visible: Tensor
+
+
+def index_case(bench: Bench, *, equal: bool = False) -> IndexCase:
+    """Rows of three sequences, one of them padding that sees nothing; `equal`: all keys are the same, all scores tie."""
+    sizes, per_block = bench.sizes, 16
+    rows = max(6, sizes.rows)
+    blocks = -(-sizes.entries // per_block)
+    table = (torch.randperm(3 * blocks, generator=bench.generator) + 1).view(3, blocks).to(bench.device)
+    record = bench.reference.record_formats("index", sizes.index_dim)
+    values = bench.normal((3 * blocks + 1) * per_block, sizes.index_dim)
+    pool = record.pack(values[:1].expand_as(values) if equal else values)
+    starts = torch.tensor([0, rows // 3, rows - 1, rows], device=bench.device)
+    sequence = torch.repeat_interleave(starts.diff())
+    visible = sizes.entries - rows + torch.arange(rows, device=bench.device)
+    visible[rows // 3 : rows // 3 + 2] = torch.tensor([3, 40], device=bench.device)
+    visible[-1] = 0
+    return IndexCase(
+        query=bench.normal(rows, sizes.index_heads, sizes.index_dim),
+        weights=bench.normal(rows, sizes.index_heads),
+        keys=PagedRows(pool, record, table, per_block),
+        starts=starts,
+        sequence=sequence,
+        visible=visible,
+    )
+
+
+def run_index(bench: Bench, kernels: KernelSet, case: IndexCase, candidates: Tensor | None, rule: CandidateRule | None) -> tuple[Tensor, Tensor | None]:
+    """Entries and candidates of one implementation."""
+    chosen = kernels.index_select(
+        case.query, case.weights, case.keys, sequence_starts=case.starts, row_sequence=case.sequence,
+        visible=case.visible, num_selected=bench.sizes.selected, candidates=candidates, rule=rule,
+    )  # fmt: skip
+    return chosen.entries, chosen.candidates
+
+
+def check_index_select(bench: Bench) -> None:
+    """Selections and candidate blocks, equal to the reference's; all-equal scores give the lowest entries."""
+    num_blocks = 4 * bench.sizes.selected // 4
+    rule = CandidateRule(num_blocks=max(3, num_blocks), block_size=4)
+    case = index_case(bench)
+    entries, kept = run_index(bench, bench.kernels, case, None, rule)
+    wanted, wanted_kept = run_index(bench, bench.reference, case, None, rule)
+    assert wanted_kept is not None
+    assert kept is not None
+    same(kept, wanted_kept)
+    same(entries, wanted)
+    same(run_index(bench, bench.kernels, case, kept, rule)[0], run_index(bench, bench.reference, case, kept, rule)[0])
+    tied = index_case(bench, equal=True)
+    entries, _ = run_index(bench, bench.kernels, tied, None, None)
+    lowest = torch.arange(bench.sizes.selected, device=bench.device).expand_as(entries)
+    same(entries, torch.where(lowest < tied.visible.unsqueeze(1), lowest, -1))
+
+
+def check_attention(bench: Bench) -> None:
+    """Rows over ring, step and main records with gaps; window only; and a row without keys, which gives zeros."""
+    sizes = bench.sizes
+    window_record = bench.kernels.record_formats("window", sizes.head_dim)
+    main_record = bench.kernels.record_formats("main", sizes.head_dim)
+    ring = window_record.pack(bench.normal(90, sizes.head_dim))
+    step = window_record.pack(bench.normal(sizes.rows, sizes.head_dim))
+    main = main_record.pack(bench.normal(700, sizes.head_dim))
+    query = bench.normal(sizes.rows, sizes.heads, sizes.head_dim, scale=1.5)
+    window_rows = bench.integers(-1, 90 + sizes.rows, sizes.rows, sizes.window)
+    main_rows = bench.integers(-1, 700, sizes.rows, sizes.selected)
+    window_rows[-1], main_rows[-1], main_rows[0] = -1, -1, -1
+    sink = bench.normal(sizes.heads, dtype=torch.float32)
+    for with_main in (True, False):
+        own, wanted = (
+            kernels.sparse_attention(
+                query, ring=ring, step_records=step, window_rows=window_rows, window_record=window_record,
+                main=main if with_main else None, main_rows=main_rows if with_main else None,
+                main_record=main_record if with_main else None, sink=sink, scale=sizes.head_dim**-0.5,
+            )
+            for kernels in (bench.kernels, bench.reference)
+        )  # fmt: skip
+        close(own, wanted, 5e-3)
+        assert not own[-1].any(), "a row without keys must give zeros"
+
+
+def check_sampling(bench: Bench) -> None:
+    """Draws equal the reference's unless the two best are within float32 rounding of the noise; ties: the lower id."""
+    rows, vocabulary = bench.sizes.rows, bench.sizes.vocabulary
+    scores = bench.normal(rows, vocabulary, dtype=torch.float32, scale=2)
+    scores[:, ::7] = -torch.inf
+    seeds, positions = bench.integers(0, 2**62, rows), bench.integers(0, 2**40, rows)
+    own = bench.kernels.gumbel_argmax(scores, seeds, positions, purpose=3)
+    wanted = bench.reference.gumbel_argmax(scores, seeds, positions, purpose=3)
+    assert int((own != wanted).sum()) <= rows // 50
+    one = torch.full((1, vocabulary), -torch.inf, device=bench.device)
+    one[0, vocabulary - 1] = 0.0
+    assert int(bench.kernels.gumbel_argmax(one, seeds[:1], positions[:1], purpose=0)) == vocabulary - 1
+
+
+CHECKS: dict[str, Check] = {
+    "records": check_records,
+    "norm_and_rotation": check_norm_and_rotation,
+    "hyper_connection": check_hyper_connection,
+    "engram": check_engram,
+    "pair_compress": check_pair_compress,
+    "routing": check_routing,
+    "unusable_rows": check_unusable_rows,
+    "linear": check_linear,
+    "experts": check_experts,
+    "index_select": check_index_select,
+    "attention": check_attention,
+    "sampling": check_sampling,
+}
+
+
+def fp8_reference(x: Tensor) -> Tensor:
+    """x after the reference's FP8 cast."""
+    return quantize.dequantize_fp8(*quantize.quantize_fp8(x))
