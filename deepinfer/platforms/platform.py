@@ -15,7 +15,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 # name -> the module that has `build_platform(*, num_threads: int) -> Platform`
-_MODULES: Final[dict[str, str]] = {"cpu": "deepinfer.platforms.cpu"}
+_MODULES: Final[dict[str, str]] = {"cpu": "deepinfer.platforms.cpu", "nvidia": "deepinfer.platforms.nvidia"}
 
 
 @dataclass(slots=True, frozen=True)

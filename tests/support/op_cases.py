@@ -109,14 +109,20 @@ def same(value: Tensor, wanted: Tensor) -> None:
 
 def check_records(bench: Bench) -> None:
     """Packing, unpacking and storing, bit for bit."""
-    for kind, width in (("window", bench.sizes.head_dim), ("main", bench.sizes.head_dim), ("index", bench.sizes.index_dim)):
+    for kind, width in (
+        ("window", bench.sizes.head_dim),
+        ("main", bench.sizes.head_dim),
+        ("index", bench.sizes.index_dim),
+    ):
         own, wanted = bench.kernels.record_formats(kind, width), bench.reference.record_formats(kind, width)
         assert (own.name, own.num_bytes) == (wanted.name, wanted.num_bytes)
         values = bench.wide(2 * bench.sizes.rows + 1, width)
         records = own.pack(values)
         same(records, wanted.pack(values))
         same(own.unpack(records), wanted.unpack(records))
-        pool, other = (torch.zeros(50 + len(values), own.num_bytes, dtype=torch.uint8, device=bench.device) for _ in "12")
+        pool, other = (
+            torch.zeros(50 + len(values), own.num_bytes, dtype=torch.uint8, device=bench.device) for _ in "12"
+        )
         rows = torch.randperm(len(pool), generator=bench.generator)[: len(values)].to(bench.device)
         bench.kernels.store_rows(pool, rows, records)
         bench.reference.store_rows(other, rows, records)
@@ -142,15 +148,15 @@ def check_hyper_connection(bench: Bench) -> None:
     function = bench.normal(24, 4 * sizes.hidden, dtype=torch.float32, scale=(4 * sizes.hidden) ** -0.5)
     scale, base = torch.ones(3, device=bench.device), bench.normal(24, dtype=torch.float32, scale=0.5)
     own, wanted = (
-        kernels.mix_coefficients(
-            streams, function, scale, base, epsilon=1e-20, mix_epsilon=1e-6, num_iterations=20
-        )
+        kernels.mix_coefficients(streams, function, scale, base, epsilon=1e-20, mix_epsilon=1e-6, num_iterations=20)
         for kernels in (bench.kernels, bench.reference)
     )
     for part in ("pre", "post", "mix"):
         close(getattr(own, part), getattr(wanted, part), 2e-5)
     y = bench.normal(sizes.rows, sizes.hidden)
-    close(bench.kernels.collapse_streams(streams, wanted.pre), bench.reference.collapse_streams(streams, wanted.pre), 1e-3)
+    close(
+        bench.kernels.collapse_streams(streams, wanted.pre), bench.reference.collapse_streams(streams, wanted.pre), 1e-3
+    )
     updated = bench.reference.update_streams(streams, y, wanted.post, wanted.mix)
     close(bench.kernels.update_streams(streams, y, wanted.post, wanted.mix), updated, 1e-3)
 
@@ -236,7 +242,9 @@ def check_linear(bench: Bench) -> None:
 def fp4_experts(bench: Bench, num_experts: int) -> list[Tensor]:
     """Released weights of a few experts: gate, up and down with their scales."""
     weights = []
-    for rows, columns in ((bench.sizes.expert_width, bench.sizes.hidden),) * 2 + ((bench.sizes.hidden, bench.sizes.expert_width),):
+    for rows, columns in ((bench.sizes.expert_width, bench.sizes.hidden),) * 2 + (
+        (bench.sizes.hidden, bench.sizes.expert_width),
+    ):
         center = 127 - int(columns).bit_length() // 2 - 1
         weights.append(bench.integers(0, 256, num_experts, rows, columns // 2).to(torch.uint8))
         weights.append(bench.integers(center - 2, center + 2, num_experts, rows, columns // 32).to(torch.uint8))
@@ -269,7 +277,7 @@ class IndexCase:
 
 
 def index_case(bench: Bench, *, equal: bool = False) -> IndexCase:
-    """Rows of three sequences, one of them padding that sees nothing; `equal`: all keys are the same, all scores tie."""
+    """Rows of three sequences, one of them padding that sees nothing; `equal`: all keys are equal, all scores tie."""
     sizes, per_block = bench.sizes, 16
     rows = max(6, sizes.rows)
     blocks = -(-sizes.entries // per_block)
@@ -292,7 +300,9 @@ def index_case(bench: Bench, *, equal: bool = False) -> IndexCase:
     )
 
 
-def run_index(bench: Bench, kernels: KernelSet, case: IndexCase, candidates: Tensor | None, rule: CandidateRule | None) -> tuple[Tensor, Tensor | None]:
+def run_index(
+    bench: Bench, kernels: KernelSet, case: IndexCase, candidates: Tensor | None, rule: CandidateRule | None
+) -> tuple[Tensor, Tensor | None]:
     """Entries and candidates of one implementation."""
     chosen = kernels.index_select(
         case.query, case.weights, case.keys, sequence_starts=case.starts, row_sequence=case.sequence,

@@ -1,0 +1,76 @@
+"""The CUDA platform: refusals on any machine, streams and memory on a GPU."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import torch
+
+from deepinfer.errors import ConfigError
+from deepinfer.platforms.nvidia import CudaStream, check_build, check_chip
+from deepinfer.platforms.platform import load_platform
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0), (9, 9)])
+def test_a_chip_without_kernels_is_refused_by_name(capability: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match=rf"Some GPU has compute capability {capability[0]}\.{capability[1]}.*9\.0"):
+        check_chip("Some GPU", capability)
+
+
+def test_untested_chips_start_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "deepinfer"):
+        check_chip("Tested GPU", (9, 0))
+        assert not caplog.messages
+        check_chip("New GPU", (10, 0))
+    assert "nobody has tested" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(("version", "text"), [(None, "without CUDA"), ("11.8", "CUDA 11.8"), ("12.6", "12.8")])
+def test_an_unfit_torch_is_refused(version: str | None, text: str) -> None:
+    check_build("12.8")
+    check_build("13.0")
+    with pytest.raises(ConfigError, match=text):
+        check_build(version)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
+def test_a_torch_for_cpus_says_so() -> None:
+    with pytest.raises(ConfigError, match="built without CUDA"):
+        load_platform("nvidia")
+
+
+@pytest.mark.gpu
+def test_pieces_run_in_order_while_the_host_goes_on() -> None:
+    stream = CudaStream("test", torch.device("cuda", 0), num_threads=1)
+    data = torch.zeros(1 << 24, device="cuda")
+    begin = time.monotonic()
+    pieces = [stream.submit(lambda step=step: data.mul_(2).add_(step)[0].clone()) for step in range(200)]
+    assert not pieces[-1].done()
+    assert int(pieces[2].result()) == 4
+    assert begin <= pieces[0].result() * 0 + pieces[0].begin_seconds <= pieces[0].end_seconds
+    assert pieces[0].end_seconds <= pieces[2].end_seconds <= time.monotonic() + 1e-3
+    stream.close()
+    assert pieces[-1].done()
+
+
+@pytest.mark.gpu
+def test_a_failed_piece_breaks_the_stream() -> None:
+    stream = CudaStream("test", torch.device("cuda", 0), num_threads=1)
+    first, second = stream.submit(lambda: 1 // 0), stream.submit(lambda: 2)
+    for piece in (first, second):
+        with pytest.raises(ZeroDivisionError):
+            piece.result()
+    stream.close()
+
+
+@pytest.mark.gpu
+def test_memory_that_torch_keeps_counts_as_free() -> None:
+    platform = load_platform("nvidia")
+    before = platform.memory_info()
+    data = torch.empty(1 << 28, dtype=torch.uint8, device=platform.device)
+    assert before.free_bytes - platform.memory_info().free_bytes >= 1 << 28
+    del data
+    assert abs(platform.memory_info().free_bytes - before.free_bytes) < 1 << 25
+    assert platform.memory_info().total_bytes > before.free_bytes
