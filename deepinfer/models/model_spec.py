@@ -8,13 +8,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.kv_cache.kv_groups import KVGroup
+
+DraftUse = Literal["off", "keep", "draft"]  # nothing; keep what a drafting rank will need of a context; draft as well
+
+
+@dataclass(slots=True, frozen=True)
+class Prompts:
+    """Of the B sequences of a step: `num_tokens` [B] int64 of the prompt, 0 for padding.
+
+    `wants_logits` [B] bool: logits of prompt rows are wanted in some step of this sequence, besides the last row's.
+    """
+
+    num_tokens: torch.Tensor
+    wants_logits: torch.Tensor
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,6 +41,7 @@ class ForwardInputs:
     (look-back of n-gram models); `logit_rows` [L] int64: the rows whose logits are wanted;
     `is_padding` [T] bool: inert rows; they are written to slot 0 / block 0 and sent to no expert.
     `caches` is the model's own object, from `Model.allocate_caches`.
+    `prompts`: None when no row belongs to a prompt; a model may then run every row through all its layers.
     """
 
     token_ids: torch.Tensor
@@ -42,6 +56,7 @@ class ForwardInputs:
     caches: Any
     kernels: KernelSet
     dispatcher: TokenDispatcher
+    prompts: Prompts | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,6 +64,55 @@ class ForwardOutput:
     """`logits` [L, vocab_size] float32, one row per entry of `logit_rows`."""
 
     logits: torch.Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class DraftInputs:
+    """What a draft pass reads, for B sequences of which every token before the anchor has run through the target.
+
+    `anchor_ids`, `anchor_positions` [B] int64: the last committed token, which has not run yet; `slots` [B] int64;
+    `is_padding` [B] bool: inert (slot 0, position 0), sent to no expert. `dispatcher` serves the drafts' experts.
+    """
+
+    anchor_ids: torch.Tensor
+    anchor_positions: torch.Tensor
+    slots: torch.Tensor
+    is_padding: torch.Tensor
+    caches: Any
+    dispatcher: TokenDispatcher
+
+
+@dataclass(slots=True, frozen=True)
+class DraftBlock:
+    """`logits` [B, K, vocab_size] float32: row i, with the bias of token i, tells token i + 1 (token 0: the anchor).
+
+    `hidden` [B, K, D] model dtype: what `DraftNetwork.confidence` reads.
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class DraftNetwork(Protocol):
+    """Proposes a block of tokens behind the anchor: one pass for all rows, then token by token from left to right."""
+
+    block_size: int
+    num_experts: int
+
+    def run(self, inputs: DraftInputs) -> DraftBlock:
+        """Run the block; a collective when the experts are spread over ranks (B may be 0)."""
+        ...
+
+    def markov_bias(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return float32 [B, vocab_size], to be added to the logits of the row whose token is `token_ids` [B]."""
+        ...
+
+    def confidence(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return float32 [B]: log-odds that the draft of a row is accepted, given that all before it are.
+
+        `hidden` [B, D] of the row, `token_ids` [B] its token; the draft itself is not looked at.
+        """
+        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +126,10 @@ class KVPart:
 
 
 class Model(Protocol):
-    """A loaded model on one rank's device."""
+    """A loaded model on one rank's device. `draft_network` is None unless it was loaded to draft."""
+
+    @property
+    def draft_network(self) -> DraftNetwork | None: ...
 
     def allocate_caches(self, *, num_blocks: dict[str, int], num_slots: int, tokens_per_block: int) -> Any:
         """Allocate zeroed cache tensors; both counts include the padding block 0 and the padding slot 0.
@@ -102,11 +169,15 @@ class ModelSpec(Protocol):
     max_model_len: int
     eos_token_id: int
     num_experts: int
+    draft_block_size: int  # most drafts of a pass; 0 when the checkpoint can't draft
+    num_draft_experts: int
 
-    def kv_groups(self, kernels: KernelSet, *, tokens_per_block: int) -> tuple[KVGroup, ...]:
+    def kv_groups(self, kernels: KernelSet, *, tokens_per_block: int, with_drafts: bool) -> tuple[KVGroup, ...]:
         """The cache groups in this kernel set's record formats."""
         ...
 
-    def load(self, directory: Path, *, kernels: KernelSet, device: torch.device, rank: int, num_ranks: int) -> Model:
+    def load(
+        self, directory: Path, *, kernels: KernelSet, device: torch.device, rank: int, num_ranks: int, drafts: DraftUse
+    ) -> Model:
         """Load what rank `rank` of `num_ranks` expert-parallel ranks needs; raises CheckpointError."""
         ...

@@ -19,6 +19,7 @@ from deepinfer.models.deepseek_v41.memory_need import (
     memory_needed,
 )
 from deepinfer.models.deepseek_v41.released import released_config
+from deepinfer.models.deepseek_v41.tensor_table import DraftShare
 from deepinfer.models.deepseek_v41.weight_types import num_bytes
 from deepinfer.models.deepseek_v41.weights import load_weights
 
@@ -26,13 +27,20 @@ GIB = 2**30
 NEED = MemoryNeed(device={"routed experts": 3 * GIB, "attention": GIB}, host={"engram tables": GIB}, staging_bytes=GIB)
 
 
+@pytest.mark.parametrize("draft", [None, DraftShare(), DraftShare((0, 7))])
 @pytest.mark.parametrize("map_engram", [True, False])
-def test_need_is_what_a_load_takes(map_engram: bool) -> None:
+def test_need_is_what_a_load_takes(map_engram: bool, draft: DraftShare | None) -> None:
     config = read_config(W16)
     expert_ids = ((1, 2, 3), *((5,),) * 11)
-    need = memory_needed(config, expert_ids=expert_ids, num_engram_shares=2, map_engram=map_engram)
+    need = memory_needed(config, expert_ids=expert_ids, draft=draft, num_engram_shares=2, map_engram=map_engram)
     weights = load_weights(
-        W16, config, expert_ids=expert_ids, device=torch.device("cpu"), engram_share=(0, 2), map_engram=map_engram
+        W16,
+        config,
+        expert_ids=expert_ids,
+        device=torch.device("cpu"),
+        draft=draft,
+        engram_share=(0, 2),
+        map_engram=map_engram,
     )
     tables = sum(num_bytes(layer.engram.table) for layer in weights.layers if layer.engram)
     assert sum(need.device.values()) == num_bytes(weights) - tables

@@ -9,7 +9,14 @@ from checkpoint_case import W16, read_header
 
 from deepinfer.models.deepseek_v41.config_file import read_config
 from deepinfer.models.deepseek_v41.released import released_config
-from deepinfer.models.deepseek_v41.tensor_table import Part, TensorSpec, is_image_tensor, rank_tensors, tensor_table
+from deepinfer.models.deepseek_v41.tensor_table import (
+    DraftShare,
+    Part,
+    TensorSpec,
+    is_image_tensor,
+    rank_tensors,
+    tensor_table,
+)
 
 NUM_IMAGE_TENSORS, IMAGE_BYTES = 266, 970_536_960
 
@@ -64,9 +71,30 @@ def test_a_rank_reads_its_experts_and_all_else_once() -> None:
     assert experts["layers.0.ffn.experts.3.w2.scale"] == 2
     assert len(experts) == 12
     assert not any(name.startswith("mtp.") or name.endswith("bias_vl") for name in names)
-    others = [name for name, spec in table.items() if spec.expert is None and spec.is_read]
+    others = [name for name, spec in table.items() if spec.expert is None and spec.stage is None and spec.is_read]
     assert all(names[name] == 1 for name in others)
     assert len(names) == len(others) + 12
+
+
+def test_a_rank_reads_its_share_of_the_draft_stages() -> None:
+    """All 2,401 tensors but three image biases; or what fills the rings: two maps and two norms and a scale each."""
+    table = tensor_table(released_config())
+    no_experts: tuple[tuple[int, ...], ...] = ((),) * 40
+
+    def names(share: DraftShare) -> list[str]:
+        specs = rank_tensors(table.values(), no_experts, share)
+        return [spec.name for spec in specs if spec.stage is not None]
+
+    everything = names(DraftShare(tuple(range(128))))
+    unread = {name for name, spec in table.items() if spec.stage is not None} - set(everything)
+    assert (len(everything), len(set(everything))) == (2398, 2398)
+    assert unread == {f"mtp.{stage}.ffn.gate.bias_vl" for stage in range(3)}
+    rings = names(DraftShare(None))
+    assert rings[-3:] == ["mtp.2.attn.wkv.weight", "mtp.2.attn.wkv.scale", "mtp.2.attn.kv_norm.weight"]
+    assert len(rings) == 3 + 3 * 3
+    some = names(DraftShare((5, 7, 5)))
+    assert sum(".experts.5." in name for name in some) == 2 * 18
+    assert sum(".experts." in name for name in some) == 3 * 18
 
 
 @pytest.mark.parametrize("name", ["vision.blocks.0.attn.wqkv.weight", "aligner.norm.weight", "image_newline"])

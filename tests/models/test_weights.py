@@ -14,6 +14,7 @@ from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.models.checkpoint_files import CheckpointFiles
 from deepinfer.models.deepseek_v41.config_file import read_config
 from deepinfer.models.deepseek_v41.memory_need import FreeMemory
+from deepinfer.models.deepseek_v41.tensor_table import DraftShare
 from deepinfer.models.deepseek_v41.weight_types import Weights, num_bytes, tensors_of
 from deepinfer.models.deepseek_v41.weights import engram_rows, load_weights, model_digest
 
@@ -99,6 +100,41 @@ def test_nothing_else_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names) == len(set(names))
     assert not any(name.startswith("mtp.") or name.endswith("bias_vl") for name in names)
     assert weights.layers[2].moe.experts.w2.shape == (0, 128, 32)
+
+
+def test_draft_stages_hold_their_tensors() -> None:
+    weights, file = load(draft=DraftShare((6, 1))), load_file(W16 / "model.safetensors")
+    rings, draft = weights.draft_rings, weights.draft
+    assert rings is not None
+    assert draft is not None
+    assert len(draft.stages) == len(rings.wkv) == 3
+    expected = {
+        "0.main_proj.scale": rings.main_proj.scale,
+        "0.main_norm.weight": rings.main_norm,
+        "1.attn.wkv.weight": rings.wkv[1].weight,
+        "2.attn.kv_norm.weight": rings.kv_norm[2],
+        "1.attn.wo_a.weight": draft.stages[1].attention.wo_a.weight,
+        "1.hc_ffn_fn": draft.stages[1].hc_ffn.fn,
+        "1.ffn.gate.bias": draft.stages[1].moe.gate_bias,
+        "1.ffn.experts.6.w3.scale": draft.stages[1].moe.experts.w3_scale[0],
+        "1.ffn.experts.1.w2.weight": draft.stages[1].moe.experts.w2[1],
+        "1.ffn.shared_experts.w1.weight": draft.stages[1].moe.shared.w1.weight,
+        "2.norm.weight": draft.norm,
+        "2.markov_head.embed.weight": draft.markov_embed,
+        "2.markov_head.head.weight": draft.markov_head,
+        "2.confidence_head.proj.weight": draft.confidence,
+    }
+    for name, tensor in expected.items():
+        assert same(tensor, file[f"mtp.{name}"]), name
+
+
+def test_rings_are_the_same_with_and_without_the_stages() -> None:
+    rings = load(draft=DraftShare()).draft_rings
+    full = load(draft=DraftShare(())).draft_rings
+    assert rings is not None
+    assert all(same(one, other) for one, other in zip(tensors_of(rings), tensors_of(full), strict=True))
+    assert load(draft=DraftShare()).draft is None
+    assert load().draft_rings is None
 
 
 def test_experts_stand_in_the_order_asked_for() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepinfer.kernels.registry import KernelSet
-from deepinfer.models.deepseek_v41.caches import Caches
+from deepinfer.models.deepseek_v41.caches import CacheLayout, Caches
 from deepinfer.models.deepseek_v41.compressor import Compressor
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.indexer import Indexer, Published
+from deepinfer.models.deepseek_v41.replay import Cut
+from deepinfer.models.deepseek_v41.rope import Rotation
 from deepinfer.models.deepseek_v41.stacked import stack_rows
 from deepinfer.models.deepseek_v41.step_rows import StepRows
 from deepinfer.models.deepseek_v41.weight_types import AttentionWeights, QuantizedLinear
@@ -47,25 +49,48 @@ class Attention:
                 config, layer, weights.indexer, kernels, upstream_open_pair_keys=upstream_open_pair_keys
             )
 
-    def __call__(self, hidden: Tensor, rows: StepRows, caches: Caches, published: Published) -> Tensor:
-        """Return [T, D] from the normalised input `hidden` [T, D]; writes this layer's caches."""
-        kernels = self.kernels
-        rotation = rows.window_rotation if self.source is None else rows.compressed_rotation
-        query_latent, latent = kernels.quantized_linear(hidden, self.down_weight).split(self.down_widths, 1)
-        query_latent = kernels.rms_norm(query_latent, self.query_norm, epsilon=self.epsilon)
-        query = kernels.quantized_linear(query_latent, self.query_up).unflatten(1, (self.num_heads, -1))
-        query = kernels.rotate(query, rotation.cosine, rotation.sine)
-        latent = kernels.rms_norm(latent, self.latent_norm, epsilon=self.epsilon)
-        records = caches.layout.window_record.pack(kernels.rotate(latent, rotation.cosine, rotation.sine))
+    def __call__(
+        self, hidden: Tensor, rows: StepRows, caches: Caches, published: Published, cut: Cut | None = None
+    ) -> Tensor:
+        """Return [T, D] from the normalised input `hidden` [T, D]; writes this layer's caches.
+
+        With `cut` all rows write, and [K, D] of the kept ones is returned.
+        """
+        query_latent, records = self.compress(hidden, self._rotation(rows), caches.layout)
         if self.compressor is not None:
             self.compressor(hidden, rows, caches)
+        asking = rows
+        if cut is not None:
+            hidden, query_latent, asking = hidden[cut.kept], query_latent[cut.kept], cut.queries
+        query = self.queries(query_latent, self._rotation(asking))
         if self.indexer is not None:
-            self.indexer(hidden, query_latent, rows, caches, published)
-        out = self._attend(query, records, rows, caches, published)
-        kernels.store_rows(caches.window[self.layer], rows.ring_targets, records[rows.ring_sources])
-        out = kernels.rotate(out, rotation.cosine, rotation.sine, inverse=True)
-        grouped = kernels.grouped_linear(out.reshape(len(out), self.num_groups, -1), self.group_weight)
+            self.indexer(hidden, query_latent, asking, caches, published)
+        mixed = self._attend(query, records, asking, caches, published)
+        self.kernels.store_rows(caches.window[self.layer], rows.ring_targets, records[rows.ring_sources])
+        return self.output(mixed, self._rotation(asking))
+
+    def compress(self, hidden: Tensor, rotation: Rotation, layout: CacheLayout) -> tuple[Tensor, Tensor]:
+        """Return the latents of the queries [T, q rank] and the window records [T, bytes] of the rows."""
+        kernels = self.kernels
+        query_latent, latent = kernels.quantized_linear(hidden, self.down_weight).split(self.down_widths, 1)
+        query_latent = kernels.rms_norm(query_latent, self.query_norm, epsilon=self.epsilon)
+        latent = kernels.rms_norm(latent, self.latent_norm, epsilon=self.epsilon)
+        return query_latent, layout.window_record.pack(kernels.rotate(latent, rotation.cosine, rotation.sine))
+
+    def queries(self, query_latent: Tensor, rotation: Rotation) -> Tensor:
+        """Return queries [T, H, d] from their latents [T, q rank]."""
+        query = self.kernels.quantized_linear(query_latent, self.query_up).unflatten(1, (self.num_heads, -1))
+        return self.kernels.rotate(query, rotation.cosine, rotation.sine)
+
+    def output(self, mixed: Tensor, rotation: Rotation) -> Tensor:
+        """Return [T, D] from the heads' mixed values [T, H, d]."""
+        kernels = self.kernels
+        mixed = kernels.rotate(mixed, rotation.cosine, rotation.sine, inverse=True)
+        grouped = kernels.grouped_linear(mixed.flatten(1).unflatten(1, (self.num_groups, -1)), self.group_weight)
         return kernels.quantized_linear(grouped, self.out_weight)
+
+    def _rotation(self, rows: StepRows) -> Rotation:
+        return rows.window_rotation if self.source is None else rows.compressed_rotation
 
     def _attend(self, query: Tensor, records: Tensor, rows: StepRows, caches: Caches, published: Published) -> Tensor:
         compressed = self.source is not None

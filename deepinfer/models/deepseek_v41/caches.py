@@ -2,7 +2,8 @@
 
 Groups: "global" (paged): main and index records of every KV source; "window" (one block a slot): a ring of
 `window + 12` rows per layer, so that two steps of drafts can be undone; "open_pair" (one block a slot): value and gate
-of the first token of pairs at ratio-2 sources, a ring of 8 pairs, 16 positions.
+of the first token of pairs at ratio-2 sources, a ring of 8 pairs, 16 positions; "draft" (one block a slot, only where
+drafts are in use): for each draft stage a ring like a layer's, of keys made from the target's features.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ from deepinfer.kernels.registry import KernelSet
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.models.deepseek_v41.config import ModelConfig
 
-GLOBAL_GROUP, WINDOW_GROUP, OPEN_PAIR_GROUP = "global", "window", "open_pair"
+GLOBAL_GROUP, WINDOW_GROUP, OPEN_PAIR_GROUP, DRAFT_GROUP = "global", "window", "open_pair", "draft"
 OPEN_PAIRS_PER_SLOT = 8
 _MAX_UNDONE_TOKENS = 2 * (1 + 5)  # two steps in flight, each one token and five drafts
 
 
 @dataclass(slots=True, frozen=True)
 class CacheLayout:
-    """Record formats and sizes that follow from the configuration and the kernel set."""
+    """Record formats and sizes that follow from the configuration and the kernel set.
+
+    `num_draft_stages` is 0 where drafts are not in use.
+    """
 
     num_layers: int
+    num_draft_stages: int
     ring_length: int
     ratios: dict[int, int]
     window_record: RecordFormat
@@ -49,7 +54,8 @@ class Caches:
     """Tensors on the device; records are uint8.
 
     `window[l]` [slots * ring, bytes]; `main[s]`, `index[s]` [blocks * tokens_per_block / ratio, bytes] by KV source;
-    `open_pairs[s]` float32 [slots * 8, 2 d] by ratio-2 source.
+    `open_pairs[s]` float32 [slots * 8, 2 d] by ratio-2 source. `draft[s]` [slots * ring, bytes] by draft stage;
+    `draft_starts` int64 [slots]: positions below it have no draft record.
     """
 
     layout: CacheLayout
@@ -58,6 +64,8 @@ class Caches:
     main: dict[int, Tensor]
     index: dict[int, Tensor]
     open_pairs: dict[int, Tensor]
+    draft: tuple[Tensor, ...]
+    draft_starts: Tensor
 
     def entries_per_block(self, source: int) -> int:
         """Compressed entries of `source` in one block of the global group."""
@@ -68,10 +76,11 @@ class Caches:
         return PagedRows(self.index[source], self.layout.index_record, block_table, self.entries_per_block(source))
 
 
-def cache_layout(config: ModelConfig, kernels: KernelSet) -> CacheLayout:
-    """Return the layout of `config` in the record formats of `kernels`."""
+def cache_layout(config: ModelConfig, kernels: KernelSet, *, with_drafts: bool) -> CacheLayout:
+    """Return the layout of `config` in the record formats of `kernels`, with draft rings or without."""
     return CacheLayout(
         num_layers=config.num_layers,
+        num_draft_stages=config.num_draft_stages if with_drafts else 0,
         ring_length=config.sliding_window + _MAX_UNDONE_TOKENS,
         ratios={source: config.compress_ratio(source) for source in config.kv_source_layer_ids},
         window_record=kernels.record_formats("window", config.head_dim),
@@ -81,13 +90,24 @@ def cache_layout(config: ModelConfig, kernels: KernelSet) -> CacheLayout:
 
 
 def cache_groups(layout: CacheLayout, *, tokens_per_block: int) -> tuple[KVGroup, ...]:
-    """Return the groups in the order global, window, open pair; `tokens_per_block` is even."""
+    """Return the groups in the order global, window, open pair, draft; `tokens_per_block` is even."""
     assert tokens_per_block % 2 == 0, f"tokens_per_block {tokens_per_block} must be even: entries cover up to 2 tokens"
     entry_bytes = layout.main_record.num_bytes + layout.index_record.num_bytes
     sources = ",".join(f"{source}/{ratio}" for source, ratio in layout.ratios.items())
     ring = layout.ring_length
     pairs = len(layout.pair_sources)
-    return (
+
+    def rings(name: str, count: int, parts: str) -> KVGroup:
+        return KVGroup(
+            name=name,
+            kind="sequence",
+            tokens_per_block=ring,
+            bytes_per_block=count * ring * layout.window_record.num_bytes,
+            prefix_cacheable=False,
+            wire_format=f"{layout.window_record.name} {parts} {count} rows {ring}",
+        )
+
+    groups = (
         KVGroup(
             name=GLOBAL_GROUP,
             kind="paged",
@@ -96,14 +116,7 @@ def cache_groups(layout: CacheLayout, *, tokens_per_block: int) -> tuple[KVGroup
             prefix_cacheable=True,
             wire_format=f"{layout.main_record.name} {layout.index_record.name} sources {sources}",
         ),
-        KVGroup(
-            name=WINDOW_GROUP,
-            kind="sequence",
-            tokens_per_block=ring,
-            bytes_per_block=layout.num_layers * ring * layout.window_record.num_bytes,
-            prefix_cacheable=False,
-            wire_format=f"{layout.window_record.name} layers {layout.num_layers} rows {ring}",
-        ),
+        rings(WINDOW_GROUP, layout.num_layers, "layers"),
         KVGroup(
             name=OPEN_PAIR_GROUP,
             kind="sequence",
@@ -113,6 +126,7 @@ def cache_groups(layout: CacheLayout, *, tokens_per_block: int) -> tuple[KVGroup
             wire_format=f"float32 {layout.pair_width} sources {','.join(map(str, layout.pair_sources))}",
         ),
     )
+    return (*groups, rings(DRAFT_GROUP, layout.num_draft_stages, "stages")) if layout.num_draft_stages else groups
 
 
 def allocate_caches(
@@ -124,18 +138,20 @@ def allocate_caches(
         rows = num_blocks[GLOBAL_GROUP] * tokens_per_block // layout.ratios[source]
         return torch.zeros(rows, record.num_bytes, dtype=torch.uint8, device=device)
 
-    ring_rows = num_slots * layout.ring_length
+    def rings(count: int) -> tuple[Tensor, ...]:
+        shape = (num_slots * layout.ring_length, layout.window_record.num_bytes)
+        return tuple(torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(count))
+
     return Caches(
         layout=layout,
         tokens_per_block=tokens_per_block,
-        window=tuple(
-            torch.zeros(ring_rows, layout.window_record.num_bytes, dtype=torch.uint8, device=device)
-            for _ in range(layout.num_layers)
-        ),
+        window=rings(layout.num_layers),
         main={source: pool(source, layout.main_record) for source in layout.ratios},
         index={source: pool(source, layout.index_record) for source in layout.ratios},
         open_pairs={
             source: torch.zeros(num_slots * OPEN_PAIRS_PER_SLOT, layout.pair_width, device=device)
             for source in layout.pair_sources
         },
+        draft=rings(layout.num_draft_stages),
+        draft_starts=torch.zeros(num_slots, dtype=torch.int64, device=device),
     )

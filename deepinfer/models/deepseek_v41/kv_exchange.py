@@ -2,7 +2,8 @@
 
 Part "global": for each KV source its main records, then its index records, ascending by entry. Part "window": for each
 layer its last `ring` positions, ascending. Part "open_pair": for each ratio-2 source the first token of an open pair,
-when the number of tokens is odd.
+when the number of tokens is odd. Part "draft": like "window" for each draft stage; a rank also drafts from fewer
+positions, or none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.models.deepseek_v41.caches import (
+    DRAFT_GROUP,
     GLOBAL_GROUP,
     OPEN_PAIR_GROUP,
     OPEN_PAIRS_PER_SLOT,
@@ -38,11 +40,18 @@ def export_kv(caches: Caches, *, slot: int, block_ids: dict[str, Tensor], num_to
 def import_kv(
     caches: Caches, *, slot: int, block_ids: dict[str, Tensor], num_tokens: int, parts: tuple[KVPart, ...]
 ) -> None:
-    """Write what `export_kv` returned for the same number of tokens and the same layout."""
+    """Write what `export_kv` returned for the same number of tokens and the same layout.
+
+    The part "draft" may begin later than exported: `draft_starts` of the slot tells.
+    """
     extents = _extents(caches, num_tokens)
     assert {part.group for part in parts} == set(extents), f"parts {[part.group for part in parts]}"
     for part in parts:
         first, count = extents[part.group]
+        if part.group == DRAFT_GROUP:
+            assert first <= part.first_position, f"draft rows from {part.first_position}, not from {first} on"
+            first, count = part.first_position, num_tokens - part.first_position
+            caches.draft_starts[slot] = first
         assert (part.first_position, part.num_records) == (first, count), f"{part.group}: not of {num_tokens} tokens"
         offset = 0
         for pool, rows in _places(caches, part.group, slot=slot, block_ids=block_ids, first=first, count=count):
@@ -55,11 +64,12 @@ def import_kv(
 def _extents(caches: Caches, num_tokens: int) -> dict[str, tuple[int, int]]:
     """Return group -> (first position, number of positions)."""
     window = min(num_tokens, caches.layout.ring_length)
-    return {
+    extents = {
         GLOBAL_GROUP: (0, num_tokens),
         WINDOW_GROUP: (num_tokens - window, window),
         OPEN_PAIR_GROUP: (num_tokens - num_tokens % 2, num_tokens % 2),
     }
+    return extents | {DRAFT_GROUP: extents[WINDOW_GROUP]} if caches.draft else extents
 
 
 def _places(
@@ -74,10 +84,10 @@ def _places(
             rows = blocks[entries // per_block] * per_block + entries % per_block
             yield caches.main[source], rows
             yield caches.index[source], rows
-    elif group == WINDOW_GROUP:
+    elif group in (WINDOW_GROUP, DRAFT_GROUP):
         ring = caches.layout.ring_length
         rows = slot * ring + torch.arange(first, first + count, device=device) % ring
-        for pool in caches.window:
+        for pool in caches.window if group == WINDOW_GROUP else caches.draft:
             yield pool, rows
     else:
         positions = torch.arange(first, first + count, device=device)

@@ -13,7 +13,7 @@ import torch
 
 from deepinfer.errors import ConfigError
 from deepinfer.models.deepseek_v41.config import ModelConfig
-from deepinfer.models.deepseek_v41.tensor_table import Part, TensorSpec, rank_tensors, tensor_table
+from deepinfer.models.deepseek_v41.tensor_table import DraftShare, Part, TensorSpec, rank_tensors, tensor_table
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _CURES: Final = {
@@ -46,17 +46,19 @@ def memory_needed(
     config: ModelConfig,
     *,
     expert_ids: tuple[tuple[int, ...], ...],
+    draft: DraftShare | None = None,
     num_engram_shares: int = 1,
     map_engram: bool = True,
 ) -> MemoryNeed:
     """Return what a rank takes that holds the logical experts `expert_ids[layer]` and one share of the n-gram tables.
 
+    `draft` is its share of the draft stages.
     Mapped tables count nothing: their pages belong to the file cache and can be dropped.
     """
     device: Counter[str] = Counter()
     host: Counter[str] = Counter()
     buffers: Counter[str] = Counter()  # the experts of a layer are read into one stack per kind of tensor
-    for spec in rank_tensors(tensor_table(config).values(), expert_ids):
+    for spec in rank_tensors(tensor_table(config).values(), expert_ids, draft):
         if spec.part is not Part.ENGRAM_TABLE:
             device[spec.part] += spec.num_bytes
             buffers[spec.name.replace(f".experts.{spec.expert}.", ".experts.")] += spec.num_bytes

@@ -9,12 +9,15 @@ from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.attention import Attention
 from deepinfer.models.deepseek_v41.caches import Caches, allocate_caches, cache_layout
 from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.models.deepseek_v41.dspark import DraftNetwork
+from deepinfer.models.deepseek_v41.dspark_rings import DraftRings
 from deepinfer.models.deepseek_v41.engram import Engram, engram_history
 from deepinfer.models.deepseek_v41.engram_constants import EngramConstants
 from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection
 from deepinfer.models.deepseek_v41.indexer import Published
 from deepinfer.models.deepseek_v41.kv_exchange import export_kv, import_kv
 from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
+from deepinfer.models.deepseek_v41.replay import Cut, cut_rows, keep_rows, replay_starts
 from deepinfer.models.deepseek_v41.rope import compressed_frequencies, window_frequencies
 from deepinfer.models.deepseek_v41.step_rows import StepRows, build_step_rows
 from deepinfer.models.deepseek_v41.weight_types import LayerWeights, Weights
@@ -41,7 +44,7 @@ class Layer:
         self.attention = Attention(
             config, layer, weights.attention, kernels, upstream_open_pair_keys=upstream_open_pair_keys
         )
-        self.experts = MixtureOfExperts(config, weights.moe, kernels)
+        self.experts = MixtureOfExperts(config, weights.moe, kernels, num_chosen=config.num_experts_per_tok)
         self.around_attention = HyperConnection(config, weights.hc_attn, weights.attn_norm, kernels)
         self.around_experts = HyperConnection(config, weights.hc_ffn, weights.ffn_norm, kernels)
 
@@ -53,21 +56,25 @@ class Layer:
         rows: StepRows,
         inputs: ForwardInputs,
         published: Published,
+        cut: Cut | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the streams [T, M, D] behind this layer and the `pre` [T, M] for the next."""
+        """Return the streams [T, M, D] behind this layer and the `pre` [T, M] for the next; with `cut` [K, ...]."""
         if self.engram is not None:
             streams = self.engram(streams, history)
         streams, pre = self.around_attention(
-            streams, pre, lambda hidden: self.attention(hidden, rows, inputs.caches, published)
+            streams,
+            pre,
+            lambda hidden: self.attention(hidden, rows, inputs.caches, published, cut),
+            kept=None if cut is None else cut.kept,
         )
-        return self.around_experts(
-            streams, pre, lambda hidden: self.experts(hidden, inputs.is_padding, inputs.dispatcher)
-        )
+        is_padding = rows.is_padding if cut is None else cut.behind.is_padding
+        return self.around_experts(streams, pre, lambda hidden: self.experts(hidden, is_padding, inputs.dispatcher))
 
 
 class DeepseekV41:
     """A loaded rank; see `model_spec.Model`. `token_map` int64 [vocabulary]: token -> compressed id for the memory.
 
+    `keep_tokens`: how many tokens of a prompt run behind the last KV source (see `replay`); None: all of them.
     `upstream_open_pair_keys`: see `Indexer`; for tests only.
     """
 
@@ -78,13 +85,18 @@ class DeepseekV41:
         token_map: Tensor,
         kernels: KernelSet,
         *,
+        keep_tokens: int | None = None,
         upstream_open_pair_keys: bool = False,
     ) -> None:
+        self.keep_tokens = keep_tokens
         self.config, self.kernels, self.token_map = config, kernels, token_map
         self.device = weights.embed.device
         self.embedding, self.norm = weights.embed, weights.norm
         self.head = kernels.linear.prepare(weights.head)
-        self.layout = cache_layout(config, kernels)
+        rings, draft = weights.draft_rings, weights.draft
+        self.layout = cache_layout(config, kernels, with_drafts=rings is not None)
+        self.draft_rings = None if rings is None else DraftRings(config, rings, kernels)
+        self.draft_network = None if draft is None else DraftNetwork(config, draft, weights.embed, self.head, kernels)
         self.window_frequencies = window_frequencies(config, self.device)
         self.compressed_frequencies = compressed_frequencies(config, self.device)
         constants = {constants.layer_id: constants for constants in config.engram_constants()}
@@ -111,15 +123,25 @@ class DeepseekV41:
         )
 
     def forward(self, inputs: ForwardInputs) -> ForwardOutput:
-        """See `model_spec.Model`. All layers run over all rows."""
+        """See `model_spec.Model`. Behind the first decoder layer only the kept rows of prompts run."""
         assert inputs.kernels is self.kernels, "the weights were prepared for another kernel set"
         streams, pre = self.embed(inputs.token_ids)
-        rows = self.step_rows(inputs)
-        history = self.history(inputs)
+        rows, history, logit_rows = self.step_rows(inputs), self.history(inputs), inputs.logit_rows
+        cut = self.cut(inputs, rows)
         published = Published()
-        for layer in self.layers:
-            streams, pre = layer(streams, pre, history, rows, inputs, published)
-        return ForwardOutput(self.logits(streams[inputs.logit_rows], pre[inputs.logit_rows]))
+        tap = None if self.draft_rings is None else self.draft_rings.tap()
+        for number, layer in enumerate(self.layers):
+            if tap is not None:
+                tap(number, streams)
+            here = cut if number == self.config.first_decoder_layer else None
+            streams, pre = layer(streams, pre, history, rows, inputs, published, here)
+            if here is not None:
+                rows, history, logit_rows = here.behind, history[here.kept], here.logit_rows
+                if tap is not None:
+                    tap.keep(here.kept)
+        if self.draft_rings is not None and tap is not None:
+            self.draft_rings.store(tap.features(), rows, inputs.caches)
+        return ForwardOutput(self.logits(streams[logit_rows], pre[logit_rows]))
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return equal streams [T, M, D] of the embedding, and the first `pre` [T, M]: stream 0 alone."""
@@ -129,14 +151,23 @@ class DeepseekV41:
         pre[:, 0] = 1.0
         return rows.unsqueeze(1).repeat(1, num_streams, 1), pre
 
-    def step_rows(self, inputs: ForwardInputs) -> StepRows:
-        """Return the index lists of a step."""
+    def cut(self, inputs: ForwardInputs, rows: StepRows) -> Cut | None:
+        """Return which rows go on behind the first decoder layer; None: all of them."""
+        if self.keep_tokens is None or inputs.prompts is None:
+            return None
+        starts = replay_starts(inputs.prompts, keep_tokens=self.keep_tokens)
+        kept, inputs = keep_rows(inputs, starts)
+        return cut_rows(rows, self.step_rows(inputs, window_starts=starts), kept, inputs.logit_rows)
+
+    def step_rows(self, inputs: ForwardInputs, *, window_starts: Tensor | None = None) -> StepRows:
+        """Return the index lists of a step; see `build_step_rows`."""
         return build_step_rows(
             inputs,
             inputs.caches,
             window=self.config.sliding_window,
             window_frequencies=self.window_frequencies,
             compressed_frequencies=self.compressed_frequencies,
+            window_starts=window_starts,
         )
 
     def history(self, inputs: ForwardInputs) -> Tensor:

@@ -13,8 +13,10 @@ from deepinfer.models.deepseek_v41.caches import cache_groups, cache_layout
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.config_file import read_config
 from deepinfer.models.deepseek_v41.model import DeepseekV41
+from deepinfer.models.deepseek_v41.tensor_table import DraftShare
 from deepinfer.models.deepseek_v41.token_map import read_token_map
 from deepinfer.models.deepseek_v41.weights import load_weights
+from deepinfer.models.model_spec import DraftUse
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,20 +46,38 @@ class DeepseekV41Spec:
         """Logical routed experts of each layer."""
         return self.config.n_routed_experts
 
-    def kv_groups(self, kernels: KernelSet, *, tokens_per_block: int) -> tuple[KVGroup, ...]:
+    @property
+    def draft_block_size(self) -> int:
+        """Most drafts of a pass; 0 when the checkpoint has no draft stages."""
+        return self.config.dspark_block_size if self.config.num_draft_stages else 0
+
+    @property
+    def num_draft_experts(self) -> int:
+        """Logical routed experts of each draft stage."""
+        return self.config.dspark_n_routed_experts
+
+    def kv_groups(self, kernels: KernelSet, *, tokens_per_block: int, with_drafts: bool) -> tuple[KVGroup, ...]:
         """See `model_spec.ModelSpec`; `tokens_per_block` is even."""
-        return cache_groups(cache_layout(self.config, kernels), tokens_per_block=tokens_per_block)
+        layout = cache_layout(self.config, kernels, with_drafts=with_drafts)
+        return cache_groups(layout, tokens_per_block=tokens_per_block)
 
     def load(
-        self, directory: Path, *, kernels: KernelSet, device: torch.device, rank: int, num_ranks: int
+        self, directory: Path, *, kernels: KernelSet, device: torch.device, rank: int, num_ranks: int, drafts: DraftUse
     ) -> DeepseekV41:
         """See `model_spec.ModelSpec`; rank r holds the experts r * E // R .. (r + 1) * E // R - 1 of every layer."""
-        first, end = (index * self.num_experts // num_ranks for index in (rank, rank + 1))
+
+        def share(num_experts: int) -> tuple[int, ...]:
+            return tuple(range(rank * num_experts // num_ranks, (rank + 1) * num_experts // num_ranks))
+
+        draft = None
+        if drafts != "off":
+            draft = DraftShare(share(self.num_draft_experts) if drafts == "draft" else None)
         weights = load_weights(
             directory,
             self.config,
-            expert_ids=(tuple(range(first, end)),) * self.config.num_layers,
+            expert_ids=(share(self.num_experts),) * self.config.num_layers,
             device=device,
+            draft=draft,
         )
         token_map = torch.from_numpy(read_token_map(directory, self.config)).to(device, torch.int64)
         return DeepseekV41(self.config, weights, token_map, kernels)

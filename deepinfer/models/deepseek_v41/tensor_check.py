@@ -10,7 +10,7 @@ def compare_tensors(files: CheckpointFiles, table: dict[str, TensorSpec]) -> lis
     """Return every tensor that is missing, unexpected, or has another dtype or shape; table order, then names.
 
     Image tensors are known and never unexpected. Draft stages count: a checkpoint whose config has them must have
-    their tensors, although the text model doesn't read them.
+    their tensors, also where a rank doesn't draft.
     """
     deviations = []
     for name, spec in table.items():

@@ -17,6 +17,15 @@ from deepinfer.models.deepseek_v41.config import QUANT_BLOCK, ModelConfig
 
 _IMAGE_PREFIXES: Final = ("vision.", "aligner.")
 _IMAGE_NAMES: Final = frozenset({"image_start", "image_end", "image_newline"})
+# What fills the draft rings from the target's features; a rank that never drafts needs no more of the stages.
+_RING_TENSORS: Final = (
+    "main_proj.weight",
+    "main_proj.scale",
+    "main_norm.weight",
+    "attn.wkv.weight",
+    "attn.wkv.scale",
+    "attn.kv_norm.weight",
+)
 _ITEM_BYTES: Final = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
 
 
@@ -40,8 +49,8 @@ class Part(enum.StrEnum):
 class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     """One tensor as it must be in the files. `dtype` is the safetensors name, `expert` the logical expert or None.
 
-    `layer` is the backbone layer, None outside of the layers and in draft stages. Tensors with `is_read` False are
-    checked but not used by the text model.
+    `layer` is the backbone layer, None outside of the layers and in draft stages; `stage` is the draft stage. Tensors
+    with `is_read` False are checked but never used.
     """
 
     name: str
@@ -49,6 +58,7 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
     part: Part
     layer: int | None = None
+    stage: int | None = None
     expert: int | None = None
     is_read: bool = True
 
@@ -56,6 +66,15 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     def num_bytes(self) -> int:
         """Bytes on disk and, since formats are kept, in memory."""
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+class DraftShare(msgspec.Struct, frozen=True):
+    """What a rank needs of the draft stages: all but other ranks' experts, or what fills the rings (`expert_ids` None).
+
+    `expert_ids` are the logical experts that it holds of each stage.
+    """
+
+    expert_ids: tuple[int, ...] | None = None
 
 
 def is_image_tensor(name: str) -> bool:
@@ -72,18 +91,31 @@ def tensor_table(config: ModelConfig) -> dict[str, TensorSpec]:
     return table
 
 
-def rank_tensors(table: Iterable[TensorSpec], expert_ids: tuple[tuple[int, ...], ...]) -> Iterator[TensorSpec]:
+def rank_tensors(
+    table: Iterable[TensorSpec], expert_ids: tuple[tuple[int, ...], ...], draft: DraftShare | None = None
+) -> Iterator[TensorSpec]:
     """Yield what a rank reads that holds the logical experts `expert_ids[layer]` of each backbone layer.
 
-    A logical expert that stands twice in a layer is yielded twice. Engram tables are yielded whole.
+    `draft` is its share of the draft stages, None for nothing of them. A logical expert that stands twice in a layer
+    is yielded twice. Engram tables are yielded whole.
     """
     for spec in table:
         if not spec.is_read:
             continue
-        if spec.layer is None or spec.expert is None:
+        if spec.stage is not None:
+            yield from [spec] * _num_draft_copies(spec, draft)
+        elif spec.layer is None or spec.expert is None:
             yield spec
         else:
             yield from [spec] * expert_ids[spec.layer].count(spec.expert)
+
+
+def _num_draft_copies(spec: TensorSpec, draft: DraftShare | None) -> int:
+    if draft is None:
+        return 0
+    if draft.expert_ids is None:
+        return int(spec.name.split(".", 2)[2] in _RING_TENSORS)
+    return 1 if spec.expert is None else draft.expert_ids.count(spec.expert)
 
 
 def _all_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -102,7 +134,7 @@ def _all_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
             yield msgspec.structs.replace(spec, name=f"layers.{layer}.{spec.name}", layer=layer)
     for stage in range(config.num_draft_stages):
         for spec in [*_block(config, num_experts=config.dspark_n_routed_experts), *_draft_ends(config, stage)]:
-            yield msgspec.structs.replace(spec, name=f"mtp.{stage}.{spec.name}", part=Part.DRAFT, is_read=False)
+            yield msgspec.structs.replace(spec, name=f"mtp.{stage}.{spec.name}", part=Part.DRAFT, stage=stage)
 
 
 def _block(config: ModelConfig, *, num_experts: int) -> Iterator[TensorSpec]:

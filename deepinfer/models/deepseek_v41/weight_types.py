@@ -152,13 +152,46 @@ class LayerWeights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DraftRingWeights:
+    """From the target's features to each draft stage's keys: `main_proj` [D, taps * D], `main_norm` bf16 [D].
+
+    By stage: `wkv[s]` [d, D], `kv_norm[s]` bf16 [d], the tensors of the stage's own attention.
+    """
+
+    main_proj: QuantizedLinear
+    main_norm: Tensor
+    wkv: tuple[QuantizedLinear, ...]
+    kv_norm: tuple[Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """What drafts: `stages[s]` is shaped like a window-only layer with experts of its own number.
+
+    `norm` bf16 [D] before the head, which is the target's; `markov_embed`, `markov_head` bf16 [vocabulary, R];
+    `confidence` bf16 [1, D + R].
+    """
+
+    stages: tuple[LayerWeights, ...]
+    norm: Tensor
+    markov_embed: Tensor
+    markov_head: Tensor
+    confidence: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """All of a rank. `embed`, `head` bf16 [vocabulary, D], `norm` bf16 [D]; `layers[l]` is backbone layer l."""
+    """All of a rank. `embed`, `head` bf16 [vocabulary, D], `norm` bf16 [D]; `layers[l]` is backbone layer l.
+
+    `draft_rings` where drafts are in use, `draft` also only on a rank that makes them.
+    """
 
     embed: Tensor
     head: Tensor
     norm: Tensor
     layers: tuple[LayerWeights, ...]
+    draft_rings: DraftRingWeights | None = None
+    draft: DraftWeights | None = None
 
 
 def tensors_of(tree: object) -> Iterator[Tensor]:
@@ -174,5 +207,6 @@ def tensors_of(tree: object) -> Iterator[Tensor]:
 
 
 def num_bytes(tree: object) -> int:
-    """Return the bytes that the tensors of `tree` occupy."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(tree))
+    """Return the bytes that the tensors of `tree` occupy; one that stands twice counts once."""
+    tensors = {id(tensor): tensor for tensor in tensors_of(tree)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

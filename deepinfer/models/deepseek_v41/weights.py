@@ -18,10 +18,12 @@ from deepinfer.models.checkpoint_files import CheckpointFiles, open_checkpoint, 
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.memory_need import FreeMemory, check_memory, free_memory, memory_needed
 from deepinfer.models.deepseek_v41.tensor_check import compare_tensors
-from deepinfer.models.deepseek_v41.tensor_table import tensor_table
+from deepinfer.models.deepseek_v41.tensor_table import DraftShare, tensor_table
 from deepinfer.models.deepseek_v41.weight_types import (
     AttentionWeights,
     CompressorWeights,
+    DraftRingWeights,
+    DraftWeights,
     EngramTable,
     EngramWeights,
     Fp4Experts,
@@ -45,6 +47,7 @@ def load_weights(
     *,
     expert_ids: tuple[tuple[int, ...], ...],
     device: torch.device,
+    draft: DraftShare | None = None,
     engram_share: tuple[int, int] = (0, 1),
     map_engram: bool = True,
     free: FreeMemory | None = None,
@@ -53,16 +56,19 @@ def load_weights(
 ) -> Weights:
     """Return the weights of a rank that holds the logical experts `expert_ids[layer]` of each backbone layer.
 
+    `draft` is its share of the draft stages, None to leave them out.
     `engram_share` (i, n): this rank gets the i-th of n equal runs of rows of each n-gram table, always on the CPU;
     with `map_engram` as a memory map of the file, which all ranks of a host share, else read. `free` replaces the
     measured free memory. `on_progress(done, total)` is called after each layer.
     Raises `CheckpointError` naming the first tensor that is missing, unexpected or of a wrong dtype or shape (draft
-    stages included, though they are not loaded), and `ConfigError` when memory is too small.
+    stages included, loaded or not), and `ConfigError` when memory is too small.
     """
     assert len(expert_ids) == config.num_layers, (len(expert_ids), config.num_layers)
     files = open_checkpoint(directory)
     raise_first(directory, compare_tensors(files, tensor_table(config)))
-    need = memory_needed(config, expert_ids=expert_ids, num_engram_shares=engram_share[1], map_engram=map_engram)
+    need = memory_needed(
+        config, expert_ids=expert_ids, draft=draft, num_engram_shares=engram_share[1], map_engram=map_engram
+    )
     check_memory(need, free or free_memory(device), ranks_per_host=ranks_per_host)
     loader = _Loader(files, config, device, engram_share, map_engram)
     layers = []
@@ -70,11 +76,14 @@ def load_weights(
         layers.append(loader.layer(layer, ids))
         if on_progress is not None:
             on_progress(layer + 1, config.num_layers)
+    rings, drafting = (None, None) if draft is None else loader.draft(draft)
     return Weights(
         embed=loader.tensor("embed.weight"),
         head=loader.tensor("head.weight"),
         norm=loader.tensor("norm.weight"),
         layers=tuple(layers),
+        draft_rings=rings,
+        draft=drafting,
     )
 
 
@@ -126,7 +135,36 @@ class _Loader:
 
     def layer(self, layer: int, expert_ids: tuple[int, ...]) -> LayerWeights:
         """All of one backbone layer."""
-        stem = f"layers.{layer}"
+        return self._block(f"layers.{layer}", layer, expert_ids)
+
+    def draft(self, share: DraftShare) -> tuple[DraftRingWeights, DraftWeights | None]:
+        """What fills the draft rings and, unless `share` has no experts, the stages with their heads."""
+        count = self._config.num_draft_stages
+        assert count > 0, "the checkpoint has no draft stages"
+        main_proj, main_norm = self._linear("mtp.0.main_proj"), self.tensor("mtp.0.main_norm.weight")
+        if share.expert_ids is None:
+            stems = [f"mtp.{stage}.attn" for stage in range(count)]
+            wkv = tuple(self._linear(f"{stem}.wkv") for stem in stems)
+            kv_norm = tuple(self.tensor(f"{stem}.kv_norm.weight") for stem in stems)
+            return DraftRingWeights(main_proj, main_norm, wkv, kv_norm), None
+        # Stage s is the layer behind the last one in the config's lists, where it is a plain window layer.
+        stages = tuple(
+            self._block(f"mtp.{stage}", self._config.num_layers + stage, share.expert_ids) for stage in range(count)
+        )
+        wkv = tuple(stage.attention.wkv for stage in stages)
+        kv_norm = tuple(stage.attention.kv_norm for stage in stages)
+        return DraftRingWeights(main_proj, main_norm, wkv, kv_norm), self._draft_heads(f"mtp.{count - 1}", stages)
+
+    def _draft_heads(self, stem: str, stages: tuple[LayerWeights, ...]) -> DraftWeights:
+        return DraftWeights(
+            stages=stages,
+            norm=self.tensor(f"{stem}.norm.weight"),
+            markov_embed=self.tensor(f"{stem}.markov_head.embed.weight"),
+            markov_head=self.tensor(f"{stem}.markov_head.head.weight"),
+            confidence=self.tensor(f"{stem}.confidence_head.proj.weight"),
+        )
+
+    def _block(self, stem: str, layer: int, expert_ids: tuple[int, ...]) -> LayerWeights:
         return LayerWeights(
             attn_norm=self.tensor(f"{stem}.attn_norm.weight"),
             ffn_norm=self.tensor(f"{stem}.ffn_norm.weight"),

@@ -1,0 +1,129 @@
+"""DSpark: three small stages over a block of an anchor and noise tokens, a Markov head and a confidence head.
+
+The block attends to the draft rings and, without a causal mask, to itself. Always the whole trained block: drafts do
+not depend on how many of them are wanted. The equations are those of the released reference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.registry import KernelSet
+from deepinfer.models.deepseek_v41.attention import Attention
+from deepinfer.models.deepseek_v41.caches import Caches
+from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection
+from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
+from deepinfer.models.deepseek_v41.rope import Rotation, rotation_at, window_frequencies
+from deepinfer.models.deepseek_v41.weight_types import DraftWeights, LayerWeights
+from deepinfer.models.model_spec import DraftBlock, DraftInputs
+
+
+class DraftStage:
+    """One stage: shaped like a window-only layer, but its rows see the context's keys and all keys of their block."""
+
+    def __init__(self, config: ModelConfig, stage: int, weights: LayerWeights, kernels: KernelSet) -> None:
+        self.stage, self.kernels = stage, kernels
+        self.attention = Attention(
+            config, config.num_layers + stage, weights.attention, kernels, upstream_open_pair_keys=False
+        )
+        self.experts = MixtureOfExperts(config, weights.moe, kernels, num_chosen=config.dspark_num_experts_per_tok)
+        self.around_attention = HyperConnection(config, weights.hc_attn, weights.attn_norm, kernels)
+        self.around_experts = HyperConnection(config, weights.hc_ffn, weights.ffn_norm, kernels)
+
+    def __call__(
+        self,
+        streams: Tensor,
+        pre: Tensor,
+        window_rows: Tensor,
+        rotation: Rotation,
+        is_padding: Tensor,
+        inputs: DraftInputs,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the streams [T, M, D] behind this stage and the `pre` [T, M] for the next."""
+        streams, pre = self.around_attention(
+            streams, pre, lambda hidden: self._attend(hidden, window_rows, rotation, inputs.caches)
+        )
+        return self.around_experts(streams, pre, lambda hidden: self.experts(hidden, is_padding, inputs.dispatcher))
+
+    def _attend(self, hidden: Tensor, window_rows: Tensor, rotation: Rotation, caches: Caches) -> Tensor:
+        query_latent, records = self.attention.compress(hidden, rotation, caches.layout)
+        query = self.attention.queries(query_latent, rotation)
+        mixed = self.kernels.sparse_attention(
+            query,
+            ring=caches.draft[self.stage],
+            step_records=records,
+            window_rows=window_rows,
+            window_record=caches.layout.window_record,
+            main=None,
+            main_rows=None,
+            main_record=None,
+            sink=self.attention.sink,
+            scale=self.attention.scale,
+        )
+        return self.attention.output(mixed, rotation)
+
+
+class DraftNetwork:
+    """See `model_spec.DraftNetwork`. `embedding` and the prepared `head` are the target's."""
+
+    def __init__(
+        self, config: ModelConfig, weights: DraftWeights, embedding: Tensor, head: object, kernels: KernelSet
+    ) -> None:
+        self.block_size, self.num_experts = config.dspark_block_size, config.dspark_n_routed_experts
+        self.config, self.kernels, self.embedding, self.head = config, kernels, embedding, head
+        self.window, self.norm = config.sliding_window, weights.norm
+        self.frequencies = window_frequencies(config, embedding.device)
+        self.stages = [
+            DraftStage(config, stage, stage_weights, kernels) for stage, stage_weights in enumerate(weights.stages)
+        ]
+        self.markov_embedding, self.markov_head = weights.markov_embed, kernels.linear.prepare(weights.markov_head)
+        self.confidence_weight = kernels.linear.prepare(weights.confidence)
+
+    def run(self, inputs: DraftInputs) -> DraftBlock:
+        """See `model_spec.DraftNetwork`."""
+        num_sequences, size = len(inputs.slots), self.block_size
+        steps = torch.arange(size, device=inputs.slots.device)
+        streams, pre = self._embed(inputs.anchor_ids)
+        rotation = rotation_at((inputs.anchor_positions.unsqueeze(1) + steps).flatten(), self.frequencies)
+        window_rows = self._window_rows(inputs).repeat_interleave(size, 0)
+        is_padding = inputs.is_padding.repeat_interleave(size)
+        for stage in self.stages:
+            streams, pre = stage(streams, pre, window_rows, rotation, is_padding, inputs)
+        hidden = self.kernels.collapse_streams(streams, pre)
+        normed = self.kernels.rms_norm(hidden, self.norm, epsilon=self.config.rms_norm_eps)
+        logits = self.kernels.linear(normed, self.head, out_dtype=torch.float32)
+        return DraftBlock(logits.view(num_sequences, size, -1), hidden.view(num_sequences, size, -1))
+
+    def markov_bias(self, token_ids: Tensor) -> Tensor:
+        """See `model_spec.DraftNetwork`."""
+        return self.kernels.linear(self.markov_embedding[token_ids], self.markov_head, out_dtype=torch.float32)
+
+    def confidence(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """See `model_spec.DraftNetwork`."""
+        joined = torch.cat((hidden.float(), self.markov_embedding[token_ids].float()), -1)
+        return self.kernels.linear(joined, self.confidence_weight, out_dtype=torch.float32).squeeze(-1)
+
+    def _embed(self, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Equal streams [B * block, M, D] of the anchor and the noise tokens, and the first `pre`: stream 0 alone."""
+        token_ids = anchor_ids.new_full((len(anchor_ids), self.block_size), self.config.dspark_noise_token_id)
+        token_ids[:, 0] = anchor_ids
+        rows = self.embedding[token_ids.flatten()].to(self.kernels.numerics.dtype)
+        pre = torch.zeros(len(rows), self.config.hc_mult, device=rows.device)
+        pre[:, 0] = 1.0
+        return rows.unsqueeze(1).repeat(1, self.config.hc_mult, 1), pre
+
+    def _window_rows(self, inputs: DraftInputs) -> Tensor:
+        """[B, W + block]: the ring rows of the context, ascending, -1 where there is none; then the block's own rows.
+
+        The window ends before the anchor for every row of the block: it does not slide.
+        """
+        caches, slots = inputs.caches, inputs.slots
+        ring, total = caches.layout.ring_length, caches.draft[0].shape[0]
+        last = inputs.anchor_positions - 1
+        first = torch.maximum(last - self.window + 1, caches.draft_starts[slots])
+        wanted = first.unsqueeze(1) + torch.arange(self.window, device=slots.device)
+        context = torch.where(wanted <= last.unsqueeze(1), slots.unsqueeze(1) * ring + wanted % ring, -1)
+        own = total + torch.arange(len(slots) * self.block_size, device=slots.device).view(len(slots), -1)
+        return torch.cat((context, own), 1)
