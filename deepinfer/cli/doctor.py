@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from deepinfer import __version__
 from deepinfer.cli.options import AsJson, Cluster, Settings, read_config
 from deepinfer.config import ENVIRONMENT, ClusterConfig, LoadedConfig, config_fields
 from deepinfer.errors import ConfigError
 from deepinfer.kernels.registry import select_kernels
+from deepinfer.platforms.devices import describe_devices
 from deepinfer.platforms.platform import detect_accelerator
 
 _PACKAGES = ("torch", "ray", "triton", "safetensors", "tokenizers", "flash-mla", "deep-gemm", "deep-ep")
@@ -34,7 +34,7 @@ def doctor(cluster: Cluster = None, settings: Settings = None, as_json: AsJson =
         print(json.dumps(facts, indent=2))
         return
     for title, section in facts.items():
-        print("\n".join([title, *_lines(section)]))
+        print("\n".join([title, *(_lines(section) or ["  all default"])]))
 
 
 def examine(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
@@ -63,11 +63,7 @@ def _version(package: str) -> str:
 
 def _accelerators(config: ClusterConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {"detected": detect_accelerator(), "chosen": config.accelerator, "cpus": os.cpu_count()}
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        major, minor = properties.major, properties.minor
-        facts[f"gpu {index}"] = f"{properties.name}, sm_{major}{minor}, {properties.total_memory / 2**30:.0f} GiB"
-    return facts
+    return facts | {f"gpu {index}": text for index, text in enumerate(describe_devices())}
 
 
 def _kernels(config: ClusterConfig) -> dict[str, Any]:
