@@ -30,7 +30,7 @@ class _Struct(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 
 
 class SamplingParams(_Struct, frozen=True, kw_only=True):
-    """How one request's tokens are chosen and when it ends. Ranges and meanings: `sampling/params.py` checks them.
+    """How one request's tokens are chosen and when it ends. Ranges and meanings: `scheduler/sampling_params.py` checks them.
 
     `logprobs`/`prompt_logprobs`: number of alternatives beside the chosen token, -1 for the whole vocabulary.
     `seq_seed`: 0 <= seed < 2**63; None draws one at admission and reports it. `top_k`: 0 or -1 is off.
@@ -64,12 +64,14 @@ class OutputFormat(_Struct, frozen=True, kw_only=True):
     """How a rank and a client read the generated text (prompting.md 4.1).
 
     `kind` "text": everything is content. "chat": the state machine of the chat format, starting inside the
-    reasoning when `in_reasoning`; `parse_tools` when tools were declared.
+    reasoning when `in_reasoning`; `parse_tools` when tools were declared. `continues_prefix`: the answer goes on
+    inside a given text, so newlines at its beginning belong to it.
     """
 
     kind: Literal["text", "chat"] = "text"
     in_reasoning: bool = False
     parse_tools: bool = False
+    continues_prefix: bool = False
 
 
 class Request(_Struct, frozen=True, kw_only=True):

@@ -118,7 +118,6 @@ class OpenRequest:
             skip_special_tokens=params.skip_special_tokens,
             include_stop_str_in_output=params.include_stop_str_in_output,
             tools=None if chat is None else chat.tools,
-            continues_prefix=chat is not None and chat.continues_prefix,
         )
 
     def _result(self) -> RowResult:

@@ -34,16 +34,12 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class EncodedChat(msgspec.Struct, frozen=True):
-    """A chat as a prompt. `output_format` and `tools` are what `OutputParser` needs to read the answer.
-
-    `continues_prefix`: the answer goes on inside a given text, so newlines at its beginning belong to it.
-    """
+    """A chat as a prompt. `output_format` and `tools` are what `OutputParser` needs to read the answer."""
 
     token_ids: list[int]
     output_format: OutputFormat
     text: str
     tools: tuple[ToolSchema, ...]
-    continues_prefix: bool
 
 
 def encode_chat(
@@ -85,10 +81,14 @@ def encode_chat(
     in_reasoning = _ends_in_reasoning(segments)
     return EncodedChat(
         token_ids=encode_segments(tokenizer, segments),
-        output_format=OutputFormat(kind="chat", in_reasoning=in_reasoning, parse_tools=uses_tools),
+        output_format=OutputFormat(
+            kind="chat",
+            in_reasoning=in_reasoning,
+            parse_tools=uses_tools,
+            continues_prefix=history[-1].prefix and bool(history[-1].content or history[-1].reasoning),
+        ),
         text="".join(segment.text for segment in segments),
         tools=declared,
-        continues_prefix=history[-1].prefix and bool(history[-1].content or history[-1].reasoning),
     )
 
 

@@ -79,8 +79,8 @@ class ParsedOutput(msgspec.Struct, frozen=True):
 class OutputParser:
     """One sequence. `push` every generated token but one that ended it by its id (EOS or a stop token), then `finish`.
 
-    `tools` are the declared ones (`EncodedChat.tools`); a rank needs none. `continues_prefix`: the answer goes on
-    inside a given text, so newlines at its beginning are kept. Joined deltas do not depend on how tokens cut the text.
+    `tools` are the declared ones (`EncodedChat.tools`); a rank needs none. Joined deltas do not depend on how tokens
+    cut the text.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class OutputParser:
         skip_special_tokens: bool = True,
         include_stop_str_in_output: bool = False,
         tools: tuple[ToolSchema, ...] | None = None,
-        continues_prefix: bool = False,
     ) -> None:
         is_chat = output_format.kind == "chat"
+        continues_prefix = output_format.continues_prefix
         self._state = _State.REASONING if is_chat and output_format.in_reasoning else _State.CONTENT
         self._think_open = tokenizer.control_id(THINK_OPEN) if is_chat else None
         self._think_close = tokenizer.control_id(THINK_CLOSE) if is_chat else None

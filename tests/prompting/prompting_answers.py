@@ -60,10 +60,13 @@ def read(
     thinking: bool = False,
     parse_tools: bool = False,
     kind: str = "chat",
+    continues_prefix: bool = False,
     **options: Any,
 ) -> ParsedOutput:
     """Parse, and hold the rule that joined deltas are the final texts."""
-    output_format = OutputFormat(kind=kind, in_reasoning=thinking, parse_tools=parse_tools)
+    output_format = OutputFormat(
+        kind=kind, in_reasoning=thinking, parse_tools=parse_tools, continues_prefix=continues_prefix
+    )
     parser = OutputParser(tokenizer, output_format, **options)
     deltas = []
     for token in ids:

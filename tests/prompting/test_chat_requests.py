@@ -203,15 +203,15 @@ def test_prefix_is_continued(tokenizer: Tokenizer) -> None:
     prefix = {"role": "assistant", "content": "Cold", "reasoning": "r", "prefix": True}
     encoded = encode_chat(tokenizer, [USER, prefix])
     assert encoded.text.endswith("<｜Assistant｜><think>r</think>Cold")
-    assert (encoded.output_format.in_reasoning, encoded.continues_prefix) == (False, True)
+    assert (encoded.output_format.in_reasoning, encoded.output_format.continues_prefix) == (False, True)
     encoded = encode_chat(tokenizer, [USER, {**prefix, "content": None}])
     assert encoded.text.endswith("<｜Assistant｜><think>r")
-    assert (encoded.output_format.in_reasoning, encoded.continues_prefix) == (True, True)
+    assert (encoded.output_format.in_reasoning, encoded.output_format.continues_prefix) == (True, True)
     encoded = encode_chat(tokenizer, [USER, {**prefix, "reasoning": None}], thinking=False)
     assert encoded.text.endswith("<｜Assistant｜></think>Cold")
     encoded = encode_chat(tokenizer, [USER, {"role": "assistant", "content": "", "prefix": True}])
     assert encoded.text.endswith("<｜Assistant｜><think>")
-    assert (encoded.output_format.in_reasoning, encoded.continues_prefix) == (True, False)
+    assert (encoded.output_format.in_reasoning, encoded.output_format.continues_prefix) == (True, False)
 
 
 @pytest.mark.parametrize(
