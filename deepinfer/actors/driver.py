@@ -17,7 +17,7 @@ import msgspec
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from deepinfer import codec
 from deepinfer.actors.driver_metrics import DriverMetrics
@@ -31,6 +31,7 @@ from deepinfer.log import get_logger, phase, set_up_logging
 from deepinfer.protocol import (
     DecodeBatch,
     DecodeResult,
+    FinishCode,
     OutputBatch,
     PrefillResult,
     RankLoad,
@@ -48,6 +49,8 @@ _FEW_SEQUENCES = 8
 # A request that loses its rank this often fails; that is sooner than the group gives up, so that one request which
 # breaks every rank it meets does not end the engine.
 _MAX_ATTEMPTS = 2
+# How many closed jobs are remembered, against submissions that arrive after the end of their job.
+_MAX_CLOSED_JOBS = 10_000
 _COUNT_SECONDS = 0.05
 _ADMIT_SECONDS = 0.01
 _DELIVER_SECONDS = 0.02
@@ -78,6 +81,7 @@ class Driver:
         self._keepers: dict[Role, GroupKeeper] = {}
         self._loads: dict[tuple[Role, int], RankLoad] = {}
         self._refused: defaultdict[str, list[RequestOutput]] = defaultdict(list)
+        self._closed_jobs: dict[str, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_sequences = 0
         self._counted_at = 0.0
@@ -133,6 +137,8 @@ class Driver:
         """Take the new requests and the given-up ids in a `RequestBatch`; refusals come back as outputs."""
         batch = codec.decode(data)
         assert isinstance(batch, RequestBatch), type(batch)
+        if batch.job_id in self._closed_jobs:
+            return  # calls of one client may overtake each other
         self._scheduler.abort(batch.job_id, batch.aborted_ids)
         for request in batch.requests:
             try:
@@ -159,6 +165,9 @@ class Driver:
 
     async def close_job(self, job_id: str) -> None:
         """Give up what the job still has here, and forget it."""
+        self._closed_jobs[job_id] = None
+        if len(self._closed_jobs) > _MAX_CLOSED_JOBS:
+            del self._closed_jobs[next(iter(self._closed_jobs))]
         self._scheduler.drop_job(job_id)
         self._refused.pop(job_id, None)
         self._stirred.set()
@@ -243,25 +252,27 @@ class Driver:
             for outgoing in self._scheduler.next_batches():
                 actor = self._keepers[outgoing.role].actors[outgoing.rank]
                 answer = actor.accept.remote(codec.encode(outgoing.batch), *outgoing.buffers)
-                self._spawn(self._confirm(outgoing, answer))
+                self._spawn(self._confirm(outgoing, actor, answer))
             self._tell()
             if self._is_busy():
                 await asyncio.sleep(_ADMIT_SECONDS)
 
-    async def _confirm(self, outgoing: OutgoingBatch, answer: ObjectRef) -> None:
-        """Wait until the rank has the batch. Hand-overs that died with their prefill rank are taken back."""
+    async def _confirm(self, outgoing: OutgoingBatch, actor: ActorHandle[Any], answer: ObjectRef) -> None:
+        """Wait until `actor` has the batch. Hand-overs that died with their prefill rank are taken back."""
         try:
             await answer
         except RayActorError:
             return  # the group's own watch sees it
-        except RayError:
+        except ObjectLostError:
             batch = outgoing.batch
-            if not isinstance(batch, DecodeBatch) or not batch.admitted:
-                raise
+            assert isinstance(batch, DecodeBatch)
             self._logger.warning("%d hand-overs to decode rank %d were lost", len(batch.admitted), outgoing.rank)
-            self.take_result("decode", _lost_handovers(outgoing.rank, batch), ())
-            actor = self._keepers["decode"].actors[outgoing.rank]
-            await actor.accept.remote(codec.encode(msgspec.structs.replace(batch, admitted=())))
+            self.take_result("decode", lost_handovers(outgoing.rank, batch), ())
+            rest = msgspec.structs.replace(batch, admitted=())
+            answer = actor.accept.remote(codec.encode(rest))
+            await self._confirm(OutgoingBatch("decode", outgoing.rank, rest), actor, answer)
+        except RayTaskError as error:
+            self._keepers[outgoing.role].blame(outgoing.rank, actor, error)
 
     async def _export_metrics(self) -> None:
         while True:
@@ -338,10 +349,10 @@ def create_driver(config: ClusterConfig, *, name: str, detached: bool = False) -
 
 def _refusal(request: Request, error: RequestError) -> RequestOutput:
     failure = RequestFailure(request_id=request.request_id, index=-1, kind=error.code, text=str(error))
-    return RequestOutput(request_id=request.request_id, error=failure)
+    return RequestOutput(request_id=request.request_id, finish=FinishCode.ERROR, error=failure)
 
 
-def _lost_handovers(rank: int, batch: DecodeBatch) -> DecodeResult:
+def lost_handovers(rank: int, batch: DecodeBatch) -> DecodeResult:
     """Return a result in the name of a decode rank: these sequences failed, and may be tried again."""
     return DecodeResult(
         rank=rank,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from deepinfer import codec
 from deepinfer.actors.rank_actor import RankFacts, RankProgress
@@ -51,6 +51,7 @@ class GroupKeeper:
         self._make_group = make_group
         self._owner = owner
         self._group = make_group()
+        self._blamed: asyncio.Future[RankError]
         self._stopping = False
         self._logger = get_logger(f"{self._group.role}-group")
         self.num_restarts = 0
@@ -108,26 +109,40 @@ class GroupKeeper:
             raise ClusterError(f"{lost}; and the group did not start again: {error}") from error
         self._owner.on_restarted(facts)
 
+    def blame(self, rank: int, actor: ActorHandle[Any], error: RayTaskError) -> None:
+        """A call to `actor`, which is or was `rank`, raised: a present group is then treated as lost."""
+        if self._group.actors[rank : rank + 1] == [actor] and not self._blamed.done():
+            cause = error.cause
+            self._logger.error("a call to rank %d raised:\n%s", rank, error)
+            self._blamed.set_result(RankError(f"{type(cause).__name__}: {cause}", role=self._group.role, rank=rank))
+
     async def _serve(self) -> RankError | None:
         """Poll all ranks until the group fails or ends."""
         group = self._group
+        self._blamed = asyncio.get_running_loop().create_future()
         failure = asyncio.create_task(group.failure())
         polls = [asyncio.create_task(self._poll(group, rank)) for rank in range(group.num_ranks)]
         try:
-            done, _ = await asyncio.wait([failure, *polls], return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [failure, self._blamed, *polls]
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._blamed.done():
+                return self._blamed.result()
             for task in done:
-                if task is not failure:
-                    task.result()  # a poll ends only by what it raises
+                task.result()  # a poll that broke while it handled a result breaks the driver
             return failure.result()
         finally:
             for task in (failure, *polls):
                 task.cancel()
 
     async def _poll(self, group: RankGroup, rank: int) -> None:
-        """Hold one long poll open at the rank at any time."""
+        """Hold one long poll open at the rank at any time, until a call fails."""
+        actor = group.actors[rank]
         while True:
             try:
-                answer = await group.actors[rank].next_results.remote(self._owner.gather_seconds())
+                answer = await actor.next_results.remote(self._owner.gather_seconds())
+            except RayTaskError as error:
+                self.blame(rank, actor, error)
+                return
             except RayError:
                 # The group's own watch finds out what it was; a poll must only not spin until then.
                 await asyncio.sleep(1.0)

@@ -69,7 +69,12 @@ class Job:
         self._unconfirmed: deque[Any] = deque()
 
     def submit(self, requests: Sequence[Request], *, aborted_ids: Sequence[str] = ()) -> None:
-        """Send new requests, and ids of earlier ones that are given up."""
+        """Send new requests, and ids of earlier ones that are given up.
+
+        Calls may overtake each other on the way; giving up therefore waits until the driver has the earlier requests.
+        """
+        if aborted_ids:
+            self._confirm()
         batch = RequestBatch(job_id=self.job_id, requests=tuple(requests), aborted_ids=tuple(aborted_ids))
         with self._lock:
             if not self._is_closed:  # a closed job must not come back to life at the driver
@@ -81,13 +86,17 @@ class Job:
         Raises ClusterError when the driver is gone or the engine has failed.
         """
         answer = self._driver.next_outputs.remote(self.job_id, wait_seconds)
-        while self._unconfirmed:
-            ask(self._unconfirmed.popleft())
+        self._confirm()
         batch = codec.decode(ask(answer))
         assert isinstance(batch, OutputBatch), type(batch)
         if batch.fatal is not None:
             raise ClusterError(batch.fatal)
         return batch
+
+    def _confirm(self) -> None:
+        """Wait until the driver has everything that was submitted; raises what it had against it."""
+        while self._unconfirmed:
+            ask(self._unconfirmed.popleft())
 
     def close(self) -> None:
         """Give up what is still in flight; the driver forgets the job. Nothing is sent after that."""

@@ -62,13 +62,14 @@ def test_jobs_may_use_the_same_ids_at_the_same_time(shared_engine) -> None:
 
 def test_an_id_in_use_is_refused_and_disturbs_nobody(shared_engine) -> None:
     job = shared_engine.client.open_job()
-    job.submit([make_request("twice", [1, 1], max_tokens=100)])
+    job.submit([make_request("twice", [1, 1], max_tokens=1000)])
+    assert job.next_outputs(0.0).outputs == ()  # the driver has it
     job.submit([make_request("twice", [2, 2])])
-    outputs = collect(job, 1)
+    outputs = collect(job, 2)
     refused = [output for output in outputs if output.error is not None]
     assert [output.error.kind for output in refused] == ["duplicate_request_id"]
     assert tokens_of(output for output in outputs if output.error is None) == {
-        ("twice", 0): expected_tokens([1, 1], 0, 0, 100)
+        ("twice", 0): expected_tokens([1, 1], 0, 0, 1000)
     }
     job.close()
 
