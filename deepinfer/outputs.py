@@ -16,7 +16,7 @@ class ChatOptions:
     """How `messages` become a prompt; the fields are those of the chat endpoint with the same names."""
 
     thinking: bool = True
-    reasoning_effort: str | None = None
+    reasoning_effort: str | int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None

@@ -48,6 +48,7 @@ LATE_IMPORTERS = {
     "kernels/registry.py",
     "models/registry.py",
     "actors/rank_actor.py",
+    "cli/main.py",
     "distributed/token_dispatcher.py",
 }
 

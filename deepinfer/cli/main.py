@@ -6,15 +6,16 @@ or the checkpoint has deviations, 130 interrupted.
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import typer
 
-from deepinfer.cli import checkpoint, doctor, generate, run
 from deepinfer.errors import ConfigError, DeepInferError, RequestError
 
 EXIT_ENGINE = 1
@@ -23,18 +24,53 @@ EXIT_INTERRUPTED = 130
 # click's UsageError, which some versions of typer take from click and others from a copy of their own.
 USAGE_ERRORS: tuple[type[Exception], ...] = typer.BadParameter.__bases__
 
-app = typer.Typer(
-    name="deepinfer",
-    help="Offline inference of DeepSeek-V4.1-Flash on Ray.\n\nExample: deepinfer run -i in.jsonl -o out.jsonl -m tiny",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """A subcommand: `module` has it under `attribute` (a function or an app); `summary` is its line of help."""
+
+    name: str
+    module: str
+    attribute: str
+    summary: str
+
+
+# Loaded when asked for: some need torch and Ray, and help should not wait for them.
+SUBCOMMANDS = (
+    Subcommand("run", "deepinfer.cli.run", "run", "Answer the rows of a batch file; run it again to go on."),
+    Subcommand("generate", "deepinfer.cli.generate", "generate", "Answer prompts and print the text as it comes."),
+    Subcommand("doctor", "deepinfer.cli.doctor", "doctor", "Show what is on this machine and which settings hold."),
+    Subcommand("checkpoint", "deepinfer.cli.checkpoint", "app", "Write or check checkpoints."),
 )
-app.command()(run.run)
-app.command()(generate.generate)
-app.command()(doctor.doctor)
-app.add_typer(checkpoint.app, name="checkpoint")
+
+
+def build_app(wanted: str | None) -> typer.Typer:
+    """Return the command line with the subcommand `wanted` loaded and the others as lines of help."""
+    app = typer.Typer(
+        name="deepinfer",
+        help=(
+            "Offline inference of DeepSeek-V4.1-Flash on Ray.\n\n"
+            "Example: deepinfer run -i in.jsonl -o out.jsonl --model tiny"
+        ),
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    for subcommand in SUBCOMMANDS:
+        if subcommand.name != wanted:
+            app.command(subcommand.name, help=subcommand.summary)(_not_loaded)
+            continue
+        target = getattr(importlib.import_module(subcommand.module), subcommand.attribute)
+        if isinstance(target, typer.Typer):
+            app.add_typer(target, name=subcommand.name)
+        else:
+            app.command(subcommand.name)(target)
+    return app
+
+
+def _not_loaded() -> None:
+    raise AssertionError("the subcommand that was asked for is always loaded")
 
 
 def main() -> None:
@@ -46,8 +82,9 @@ def main() -> None:
 def run_command(arguments: Sequence[str]) -> int:
     """Run `deepinfer` with `arguments` and return its exit code; errors are told on stderr in one or two lines."""
     is_verbose = "-v" in arguments or "--verbose" in arguments
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        return int(app(list(arguments), prog_name="deepinfer", standalone_mode=False) or 0)
+        return int(build_app(wanted)(list(arguments), prog_name="deepinfer", standalone_mode=False) or 0)
     except USAGE_ERRORS as error:
         _show(error)
         return EXIT_USAGE

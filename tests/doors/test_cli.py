@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from deepinfer.cli import run as run_module
-from deepinfer.cli.main import run_command
+from deepinfer.cli.main import SUBCOMMANDS, run_command
 from deepinfer.config import ClusterConfig
 from deepinfer.errors import ClusterError
 from tests.doors.batch_files import read_rows, row, write_rows
@@ -242,3 +242,12 @@ def test_sigterm_stops_the_process_cleanly(tmp_path: Path) -> None:
     assert process.returncode == 130, errors
     assert "of 2000 rows are finished; run the same command again to go on" in errors
     assert read_rows(tmp_path / "out")
+
+
+def test_help_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys; from deepinfer.cli.main import SUBCOMMANDS, run_command; run_command(['--help']);"
+        "assert not {'torch', 'ray'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert all(subcommand.summary[:20] in done.stdout for subcommand in SUBCOMMANDS)
