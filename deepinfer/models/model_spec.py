@@ -176,8 +176,26 @@ class ModelSpec(Protocol):
         """The cache groups in this kernel set's record formats."""
         ...
 
+    def prompt_keep_tokens(self, wanted: int | None, *, max_draft_tokens: int) -> int:
+        """How many tokens of a prompt run at full depth when prompts are cut short; None: as many as fit the model.
+
+        Raises ConfigError when fewer than the windows need while drafts of that length may be undone.
+        """
+        ...
+
     def load(
-        self, directory: Path, *, kernels: KernelSet, device: torch.device, rank: int, num_ranks: int, drafts: DraftUse
+        self,
+        directory: Path,
+        *,
+        kernels: KernelSet,
+        device: torch.device,
+        rank: int,
+        num_ranks: int,
+        drafts: DraftUse,
+        keep_tokens: int | None = None,
     ) -> Model:
-        """Load what rank `rank` of `num_ranks` expert-parallel ranks needs; raises CheckpointError."""
+        """Load what rank `rank` of `num_ranks` expert-parallel ranks needs; raises CheckpointError.
+
+        `keep_tokens`: of a prompt, only that many last tokens run at full depth; None: all.
+        """
         ...

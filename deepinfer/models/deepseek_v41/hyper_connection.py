@@ -19,12 +19,18 @@ class HyperConnection:
         self.epsilon, self.mix_epsilon = config.rms_norm_eps, config.hc_eps
         self.num_iterations = config.hc_sinkhorn_iters
 
-    def __call__(self, streams: Tensor, pre: Tensor, sublayer: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, streams: Tensor, pre: Tensor, sublayer: Callable[[Tensor], Tensor], *, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run `sublayer` ([T, D] -> [T, D]) on the normalised collapse of `streams` [T, M, D] by `pre` [T, M].
 
-        Returns the updated streams and the `pre` of the next sublayer.
+        Returns the updated streams and the `pre` of the next sublayer. `kept` [K]: the only rows that `sublayer`
+        answers for and that go on, by number.
         """
         kernels, weights = self.kernels, self.weights
+        hidden = kernels.rms_norm(kernels.collapse_streams(streams, pre), self.norm, epsilon=self.epsilon)
+        if kept is not None:
+            streams = streams[kept]
         coefficients = kernels.mix_coefficients(
             streams,
             weights.fn,
@@ -34,6 +40,5 @@ class HyperConnection:
             mix_epsilon=self.mix_epsilon,
             num_iterations=self.num_iterations,
         )
-        hidden = kernels.rms_norm(kernels.collapse_streams(streams, pre), self.norm, epsilon=self.epsilon)
         streams = kernels.update_streams(streams, sublayer(hidden), coefficients.post, coefficients.mix)
         return streams, coefficients.pre

@@ -13,6 +13,7 @@ from deepinfer.models.deepseek_v41.caches import cache_groups, cache_layout
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.config_file import read_config
 from deepinfer.models.deepseek_v41.model import DeepseekV41
+from deepinfer.models.deepseek_v41.replay import prompt_keep_tokens
 from deepinfer.models.deepseek_v41.tensor_table import DraftShare
 from deepinfer.models.deepseek_v41.token_map import read_token_map
 from deepinfer.models.deepseek_v41.weights import load_weights
@@ -61,8 +62,20 @@ class DeepseekV41Spec:
         layout = cache_layout(self.config, kernels, with_drafts=with_drafts)
         return cache_groups(layout, tokens_per_block=tokens_per_block)
 
+    def prompt_keep_tokens(self, wanted: int | None, *, max_draft_tokens: int) -> int:
+        """See `model_spec.ModelSpec`; by default window + 12."""
+        return prompt_keep_tokens(self.config, wanted, max_draft_tokens=max_draft_tokens)
+
     def load(
-        self, directory: Path, *, kernels: KernelSet, device: torch.device, rank: int, num_ranks: int, drafts: DraftUse
+        self,
+        directory: Path,
+        *,
+        kernels: KernelSet,
+        device: torch.device,
+        rank: int,
+        num_ranks: int,
+        drafts: DraftUse,
+        keep_tokens: int | None = None,
     ) -> DeepseekV41:
         """See `model_spec.ModelSpec`; rank r holds the experts r * E // R .. (r + 1) * E // R - 1 of every layer."""
 
@@ -80,7 +93,7 @@ class DeepseekV41Spec:
             draft=draft,
         )
         token_map = torch.from_numpy(read_token_map(directory, self.config)).to(device, torch.int64)
-        return DeepseekV41(self.config, weights, token_map, kernels)
+        return DeepseekV41(self.config, weights, token_map, kernels, keep_tokens=keep_tokens)
 
 
 def build_spec(directory: Path) -> DeepseekV41Spec:

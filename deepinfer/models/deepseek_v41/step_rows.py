@@ -68,15 +68,25 @@ class StepRows:
 
 
 def build_step_rows(
-    inputs: ForwardInputs, caches: Caches, *, window: int, window_frequencies: Tensor, compressed_frequencies: Tensor
+    inputs: ForwardInputs,
+    caches: Caches,
+    *,
+    window: int,
+    window_frequencies: Tensor,
+    compressed_frequencies: Tensor,
+    window_starts: Tensor | None = None,
 ) -> StepRows:
-    """Build the lists; rows of a sequence are at consecutive positions."""
+    """Build the lists; rows of a sequence are at consecutive positions.
+
+    `window_starts` [B]: no window sees an earlier position of its sequence; None: all of it may be seen.
+    """
     positions, sequence, real = inputs.positions, inputs.row_sequence, ~inputs.is_padding
     slots = inputs.sequence_slots[sequence]
     extremes = positions.new_zeros(2, len(inputs.sequence_slots))
     first = extremes[0].scatter_reduce(0, sequence, positions, "amin", include_self=False)[sequence]
     last = extremes[1].scatter_reduce(0, sequence, positions, "amax", include_self=False)[sequence]
     starts = inputs.sequence_starts[sequence]
+    seen_from = torch.zeros_like(positions) if window_starts is None else window_starts[sequence]
     ring = caches.layout.ring_length
     ring_sources = torch.nonzero(real & (positions > last - ring)).squeeze(1)
     table = inputs.block_tables[GLOBAL_GROUP]
@@ -87,7 +97,7 @@ def build_step_rows(
         is_padding=inputs.is_padding,
         is_decode=(first == last) & (positions > 0) & real,
         positions=positions,
-        window_rows=_window_rows(positions, first, starts, slots, real, window, caches),
+        window_rows=_window_rows(positions, seen_from, first, starts, slots, real, window, caches),
         ring_sources=ring_sources,
         ring_targets=slots[ring_sources] * ring + positions[ring_sources] % ring,
         entries={
@@ -103,10 +113,18 @@ def build_step_rows(
 
 
 def _window_rows(
-    positions: Tensor, first: Tensor, starts: Tensor, slots: Tensor, real: Tensor, window: int, caches: Caches
+    positions: Tensor,
+    seen_from: Tensor,
+    first: Tensor,
+    starts: Tensor,
+    slots: Tensor,
+    real: Tensor,
+    window: int,
+    caches: Caches,
 ) -> Tensor:
     ring = caches.layout.ring_length
-    wanted = (positions - window + 1).clamp_min(0).unsqueeze(1) + torch.arange(window, device=positions.device)
+    oldest = torch.maximum(positions - window + 1, seen_from)
+    wanted = oldest.unsqueeze(1) + torch.arange(window, device=positions.device)
     own = caches.window[0].shape[0] + starts.unsqueeze(1) + wanted - first.unsqueeze(1)
     stored = slots.unsqueeze(1) * ring + wanted % ring
     rows = torch.where(wanted >= first.unsqueeze(1), own, stored)
