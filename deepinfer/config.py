@@ -30,12 +30,14 @@ class ModelSource(_Section, frozen=True, kw_only=True):
     """Which checkpoint: `tiny`, a directory, or a Hugging Face repository (with `revision`).
 
     `max_model_len` caps prompt + output tokens of one sequence; None: what the checkpoint allows.
+    `prefill_truncation` compact: the decoder's layers run on the last `prefill_keep_tokens` tokens of a prompt only
+    (None: window + 12), as the model was trained; with `prompt_logprobs` a request runs them on all. off: always all.
     """
 
     path: str = DEFAULT_MODEL
     revision: str | None = None
     max_model_len: int | None = None
-    prefill_truncation: Literal["off", "compact"] = "off"
+    prefill_truncation: Literal["off", "compact"] = "compact"
     prefill_keep_tokens: int | None = None
 
 
@@ -113,7 +115,7 @@ class ExpertConfig(_Section, frozen=True, kw_only=True):
 
 
 class DeterminismConfig(_Section, frozen=True, kw_only=True):
-    """`batch_invariant`: only kernels whose rows do not depend on the rest of the batch."""
+    """`batch_invariant`: only kernels and a dispatcher whose rows do not depend on the rest of the batch."""
 
     batch_invariant: bool = False
 
@@ -174,19 +176,17 @@ ENVIRONMENT = (
 
 # Fields of features that are not built yet, with the only value that is accepted until they are.
 _NOT_AVAILABLE: dict[str, object] = {
-    "model.prefill_truncation": "off",
-    "model.prefill_keep_tokens": None,
     "prefill.attention": "dp",
     "decode.redundant_experts": 0,
     "cache.prefix_caching": False,
     "speculative.max_draft_tokens": 0,
     "speculative.varlen": False,
     "experts.rebalance": False,
-    "determinism.batch_invariant": False,
 }
 
 _POSITIVE = (
     "model.max_model_len",
+    "model.prefill_keep_tokens",
     "ray.object_store_bytes",
     "prefill.ranks",
     "prefill.ranks_per_node",

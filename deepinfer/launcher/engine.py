@@ -30,6 +30,8 @@ def start_engine(
 
     Every change of a rank's phase becomes a log line. Raises what stopped the start, with nothing left behind.
     """
+    for note in _notes(config):
+        _LOGGER.info("%s", note)
     driver = create_driver(config, name=name, detached=detached)
     try:
         start = driver.start.remote(encode_config(config), model_directory, program)
@@ -54,6 +56,19 @@ def stop_engine(driver: ActorHandle[Any]) -> None:
     except RayError:
         _LOGGER.warning("the engine did not stop in order; its processes are killed")
     ray.kill(driver)
+
+
+def _notes(config: ClusterConfig) -> list[str]:
+    """What a user should know of modes that change answers."""
+    notes = []
+    if config.model.prefill_truncation == "compact":
+        notes.append(
+            "prompts are cut short as the model was trained: the decoder's layers run on their last tokens only; "
+            "a request with prompt_logprobs runs them on the whole prompt, which changes its answer"
+        )
+    if config.determinism.batch_invariant:
+        notes.append("batch-invariant: kernels and dispatchers that are not are refused; reuse of prefixes is off")
+    return notes
 
 
 def _report_until_done(driver: ActorHandle[Any], start: Any) -> None:

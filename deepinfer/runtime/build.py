@@ -116,11 +116,23 @@ class _Builder:
                 rank=self.rank,
                 num_ranks=self.num_ranks,
                 drafts="off",
+                keep_tokens=self._keep_tokens(spec),
             ),
             digest=model_digest(self.directory),
             kv_groups=spec.kv_groups(kernels, tokens_per_block=config.cache.block_size, with_drafts=False),
             max_model_len=_max_model_len(spec, config.model.max_model_len),
         )
+
+    def _keep_tokens(self, spec: ModelSpec) -> int | None:
+        """How many tokens of a prompt run at full depth; None: all."""
+        if self.config.model.prefill_truncation == "off":
+            return None
+        keep_tokens = spec.prompt_keep_tokens(
+            self.config.model.prefill_keep_tokens, max_draft_tokens=self.config.speculative.max_draft_tokens
+        )
+        if self.role == "prefill":
+            get_logger(f"{self.role}-{self.rank}").info("the last %d tokens of a prompt run at full depth", keep_tokens)
+        return keep_tokens
 
     def size(self, loaded: _Loaded) -> CacheSize:
         """Decide how many blocks and slots there are."""
@@ -141,6 +153,11 @@ class _Builder:
         dispatcher: TokenDispatcher = LocalDispatcher(spec.num_experts)
         if groups is not None:
             dispatcher = TorchDispatcher(groups.dispatch, spec.num_experts)
+        if self.config.determinism.batch_invariant and not dispatcher.batch_invariant:
+            raise ConfigError(
+                f"{type(dispatcher).__name__}, which carries rows to experts here, is not batch-invariant; set false",
+                path="determinism.batch_invariant",
+            )
         return ModelRunner(
             model=loaded.model,
             caches=loaded.model.allocate_caches(

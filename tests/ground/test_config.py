@@ -75,7 +75,8 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
     [
         ("DEEPINFER_CACHEDIR", "/tmp", "did you mean DEEPINFER_CACHE_DIR?"),
         ("DEEPINFER_BATCH_INVARIANT", "yes", "'yes' is neither 0 nor 1"),
-        ("DEEPINFER_BATCH_INVARIANT", "1", "DEEPINFER_BATCH_INVARIANT: True is not available yet"),
+        ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "short", "model.prefill_truncation: Invalid enum value 'short'"),
+        ("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "0", "model.prefill_keep_tokens: must be above 0, not 0"),
         ("DEEPINFER_USE_NEXTN_DECODE", "5", "DEEPINFER_USE_NEXTN_DECODE: 5 is not available yet"),
         ("DEEPINFER_USE_NEXTN_DECODE", "x", "'x' is no integer"),
         ("DEEPINFER_ACCELERATOR", "tpu", "accelerator: Invalid enum value 'tpu'"),
@@ -88,6 +89,19 @@ def test_environment_errors(name: str, value: str, expected: str) -> None:
 def test_neutral_values_of_missing_features_are_accepted() -> None:
     environ = {"DEEPINFER_USE_NEXTN_DECODE": "0", "DEEPINFER_ENABLE_MTP_VARLEN": "0", "DEEPINFER_BATCH_INVARIANT": "0"}
     assert load_config(environ=environ).config == ClusterConfig()
+
+
+def test_variables_of_prompts_and_determinism() -> None:
+    config = load_config(
+        environ={
+            "DEEPINFER_BATCH_INVARIANT": "1",
+            "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": "off",
+            "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "140",
+        }
+    ).config
+    assert config.determinism.batch_invariant
+    assert (config.model.prefill_truncation, config.model.prefill_keep_tokens) == ("off", 140)
+    assert ClusterConfig().model.prefill_truncation == "compact"
 
 
 def test_bad_settings() -> None:
