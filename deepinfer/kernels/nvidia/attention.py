@@ -18,26 +18,37 @@ _KINDS = {"window:packed": 0, "main:packed": 1, "window:raw": _RAW, "main:raw": 
 
 
 @triton.jit
-def _load_keys(pool_ptr, rows, inside, KIND: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr):
+def _load_keys(
+    pool_ptr, rows, inside, KIND: tl.constexpr, NUM_BYTES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr
+):
     """Keys [KEYS, WIDTH] bf16 of one pool; zeros where not `inside`."""
     if KIND == 3:
         place = pool_ptr.to(tl.pointer_type(tl.bfloat16)) + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         return tl.load(place, mask=inside[:, None], other=0.0)
     else:
-        codes, scale = load_record_bytes(pool_ptr, rows, inside, KIND, WIDTH)
+        codes, scale = load_record_bytes(pool_ptr, rows * NUM_BYTES, inside, KIND, WIDTH)
         return decode_record(codes, scale, KIND, KEYS, WIDTH).to(tl.bfloat16)
 
 
 @triton.jit
-def _load_window(ring_ptr, step_ptr, rows, ring_length, KIND: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr):
+def _load_window(
+    ring_ptr,
+    step_ptr,
+    rows,
+    ring_length,
+    KIND: tl.constexpr,
+    NUM_BYTES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Keys of rows that lie in the ring or, beyond its length, among this step's own."""
     old, own = (rows >= 0) & (rows < ring_length), rows >= ring_length
     if KIND == 3:
-        keys = _load_keys(ring_ptr, rows, old, KIND, KEYS, WIDTH)
-        return keys + _load_keys(step_ptr, rows - ring_length, own, KIND, KEYS, WIDTH)
+        keys = _load_keys(ring_ptr, rows, old, KIND, NUM_BYTES, KEYS, WIDTH)
+        return keys + _load_keys(step_ptr, rows - ring_length, own, KIND, NUM_BYTES, KEYS, WIDTH)
     else:
-        codes, scale = load_record_bytes(ring_ptr, rows, old, KIND, WIDTH)
-        own_codes, own_scale = load_record_bytes(step_ptr, rows - ring_length, own, KIND, WIDTH)
+        codes, scale = load_record_bytes(ring_ptr, rows * NUM_BYTES, old, KIND, WIDTH)
+        own_codes, own_scale = load_record_bytes(step_ptr, (rows - ring_length) * NUM_BYTES, own, KIND, WIDTH)
         return decode_record(codes | own_codes, scale | own_scale, KIND, KEYS, WIDTH).to(tl.bfloat16)
 
 
@@ -69,6 +80,8 @@ def _attention_kernel(
     NUM_MAIN: tl.constexpr,
     WINDOW_KIND: tl.constexpr,
     MAIN_KIND: tl.constexpr,
+    WINDOW_BYTES: tl.constexpr,
+    MAIN_BYTES: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
@@ -85,13 +98,13 @@ def _attention_kernel(
         columns = start + tl.arange(0, KEYS)
         rows = tl.load(window_rows_ptr + row * NUM_WINDOW + columns, mask=columns < NUM_WINDOW, other=-1)
         if tl.max(rows, 0) >= 0:
-            keys = _load_window(ring_ptr, step_ptr, rows, ring_length, WINDOW_KIND, KEYS, WIDTH)
+            keys = _load_window(ring_ptr, step_ptr, rows, ring_length, WINDOW_KIND, WINDOW_BYTES, KEYS, WIDTH)
             maximum, total, mixed = _attend(query, keys, rows >= 0, maximum, total, mixed, scale)
     for start in range(0, NUM_MAIN, KEYS):
         columns = start + tl.arange(0, KEYS)
         rows = tl.load(main_rows_ptr + row * NUM_MAIN + columns, mask=columns < NUM_MAIN, other=-1)
         if tl.max(rows, 0) >= 0:
-            keys = _load_keys(main_ptr, rows, rows >= 0, MAIN_KIND, KEYS, WIDTH)
+            keys = _load_keys(main_ptr, rows, rows >= 0, MAIN_KIND, MAIN_BYTES, KEYS, WIDTH)
             maximum, total, mixed = _attend(query, keys, rows >= 0, maximum, total, mixed, scale)
     sink = tl.load(sink_ptr + heads, mask=heads < HEADS, other=0.0)
     total += tl.exp(sink - maximum)
@@ -136,6 +149,8 @@ class SparseAttention:
             NUM_MAIN=0 if main_rows is None else main_rows.shape[1],
             WINDOW_KIND=_kind(window_record),
             MAIN_KIND=_RAW if main_record is None else _kind(main_record),
+            WINDOW_BYTES=window_record.num_bytes,
+            MAIN_BYTES=0 if main_record is None else main_record.num_bytes,
             HEADS=num_heads,
             WIDTH=width,
             HEAD_BLOCK=head_block,

@@ -48,11 +48,11 @@ def quantise_rows(values, KIND: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.cons
 
 
 @triton.jit
-def load_record_bytes(pool_ptr, rows, inside, KIND: tl.constexpr, WIDTH: tl.constexpr):
-    """Code bytes and scale bytes (uint8) of packed records `rows` (int64); zeros where not `inside`."""
+def load_record_bytes(pool_ptr, offsets, inside, KIND: tl.constexpr, WIDTH: tl.constexpr):
+    """Code bytes and scale bytes (uint8) of packed records at byte `offsets` (int64); zeros where not `inside`."""
     GROUP: tl.constexpr = 16 if KIND == 1 else 32
     CODE_BYTES: tl.constexpr = WIDTH if KIND == 0 else WIDTH // 2
-    place = pool_ptr + rows[:, None] * (CODE_BYTES + WIDTH // GROUP)
+    place = pool_ptr + offsets[:, None]
     codes = tl.load(place + tl.arange(0, CODE_BYTES)[None, :], mask=inside[:, None], other=0)
     groups = tl.arange(0, WIDTH // GROUP)[None, :]
     return codes, tl.load(place + CODE_BYTES + groups, mask=inside[:, None], other=0)
@@ -93,10 +93,18 @@ def _pack_kernel(x_ptr, out_ptr, num_rows, KIND: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit
-def _unpack_kernel(pool_ptr, out_ptr, num_rows, KIND: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def _unpack_kernel(
+    pool_ptr,
+    out_ptr,
+    num_rows,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NUM_BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
-    codes, scale = load_record_bytes(pool_ptr, rows, inside, KIND, WIDTH)
+    codes, scale = load_record_bytes(pool_ptr, rows * NUM_BYTES, inside, KIND, WIDTH)
     values = decode_record(codes, scale, KIND, ROWS, WIDTH)
     columns = tl.arange(0, WIDTH)[None, :]
     tl.store(out_ptr + rows[:, None] * WIDTH + columns, values, mask=inside[:, None])
@@ -149,7 +157,15 @@ def unpack_rows(records: Tensor, *, kind: RecordKind, width: int, dtype: torch.d
     num_rows = out.numel() // width
     if num_rows:
         grid = (triton.cdiv(num_rows, _ROWS),)
-        _unpack_kernel[grid](records.contiguous(), out, num_rows, KIND=_KINDS[kind], WIDTH=width, ROWS=_ROWS)
+        _unpack_kernel[grid](
+            records.contiguous(),
+            out,
+            num_rows,
+            KIND=_KINDS[kind],
+            WIDTH=width,
+            NUM_BYTES=records.shape[-1],
+            ROWS=_ROWS,
+        )
     return out
 
 

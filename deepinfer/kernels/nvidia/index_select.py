@@ -1,6 +1,7 @@
 """Scores of index keys in Triton, over all entries or inside kept blocks, and the choice of the best.
 
 Dot products of FP4 values are exact in float32, so the bf16 roundings of the contract fall as in the reference.
+Byte offsets are sums of products, not products of sums: Triton 3.6 takes 16 * b + e % 16 for a multiple of 16.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def _scan_kernel(
     score_stride,
     KIND: tl.constexpr,
     PER_BLOCK: tl.constexpr,
+    NUM_BYTES: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -93,8 +95,8 @@ def _scan_kernel(
                 entries = start + tl.arange(0, KEYS)
                 known = entries < limit
                 block = tl.load(table_ptr + sequence * table_stride + entries // PER_BLOCK, mask=known, other=0)
-                places = block * PER_BLOCK + entries % PER_BLOCK
-                codes, scale = load_record_bytes(pool_ptr, places, known, KIND, WIDTH)
+                offsets = block * (PER_BLOCK * NUM_BYTES) + entries % PER_BLOCK * NUM_BYTES
+                codes, scale = load_record_bytes(pool_ptr, offsets, known, KIND, WIDTH)
                 keys = decode_record(codes, scale, KIND, KEYS, WIDTH).to(tl.bfloat16)
                 scores = _scores(keys, query, weights, KEYS, ROWS, HEAD_BLOCK)
                 place = score_ptr + rows[None, :] * score_stride + entries[:, None]
@@ -114,6 +116,7 @@ def _kept_kernel(
     table_stride,
     KIND: tl.constexpr,
     PER_BLOCK: tl.constexpr,
+    NUM_BYTES: tl.constexpr,
     NUM_KEPT: tl.constexpr,
     KEPT_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -131,11 +134,11 @@ def _kept_kernel(
     for start in range(first, tl.minimum(first + SPAN, NUM_KEPT * KEPT_SIZE), KEYS):
         slots = start + tl.arange(0, KEYS)
         slotted = slots < NUM_KEPT * KEPT_SIZE
-        kept = tl.load(kept_ptr + row * NUM_KEPT + slots // KEPT_SIZE, mask=slotted, other=-1)
-        entries = kept * KEPT_SIZE + slots % KEPT_SIZE
-        known = (kept >= 0) & (entries < visible)
-        block = tl.load(table_ptr + sequence * table_stride + entries // PER_BLOCK, mask=known, other=0)
-        codes, scale = load_record_bytes(pool_ptr, block * PER_BLOCK + entries % PER_BLOCK, known, KIND, WIDTH)
+        kept = tl.load(kept_ptr + row * NUM_KEPT + slots // KEPT_SIZE, mask=slotted, other=-1) * KEPT_SIZE
+        known = (kept >= 0) & (kept + slots % KEPT_SIZE < visible)
+        block = tl.load(table_ptr + sequence * table_stride + kept // PER_BLOCK, mask=known, other=0)
+        offsets = block * (PER_BLOCK * NUM_BYTES) + kept % PER_BLOCK * NUM_BYTES + slots % KEPT_SIZE * NUM_BYTES
+        codes, scale = load_record_bytes(pool_ptr, offsets, known, KIND, WIDTH)
         keys = decode_record(codes, scale, KIND, KEYS, WIDTH).to(tl.bfloat16)
         scores = _scores(keys, query, weights, KEYS, 1, HEAD_BLOCK)
         scores = tl.where(known[:, None], scores.to(tl.float32), float("-inf"))
@@ -218,6 +221,7 @@ def _scan(query: Tensor, weights: Tensor, keys: PagedRows, row_sequence: Tensor,
             scores.stride(0),
             KIND=_INDEX,
             PER_BLOCK=keys.entries_per_block,
+            NUM_BYTES=keys.record.num_bytes,
             HEADS=num_heads,
             HEAD_BLOCK=max(16, triton.next_power_of_2(num_heads)),
             WIDTH=width,
@@ -251,6 +255,7 @@ def _select_inside(
     rule: CandidateRule,
 ) -> Selection:
     """The kept blocks ascend, so the order of places is the order of entries."""
+    assert keys.entries_per_block % rule.block_size == 0, "a candidate block must not cross cache blocks"
     num_rows, num_heads, width = query.shape
     num_slots = kept.shape[1] * rule.block_size
     scores = torch.empty(num_rows, num_slots, dtype=torch.bfloat16, device=query.device)
@@ -268,6 +273,7 @@ def _select_inside(
             keys.block_table.stride(0),
             KIND=_INDEX,
             PER_BLOCK=keys.entries_per_block,
+            NUM_BYTES=keys.record.num_bytes,
             NUM_KEPT=kept.shape[1],
             KEPT_SIZE=rule.block_size,
             HEADS=num_heads,
