@@ -19,6 +19,7 @@ import yaml
 from deepinfer.errors import ConfigError
 
 Accelerator = Literal["auto", "cpu", "nvidia", "ascend"]
+MAX_DRAFT_TOKENS = 5  # of the released model's draft block
 DEFAULT_MODEL = "deepseek-ai/DeepSeek-V4.1-Flash-1017"
 
 
@@ -102,10 +103,14 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True):
 
 
 class SpeculativeConfig(_Section, frozen=True, kw_only=True):
-    """DSpark drafts: largest length, and whether verification lengths vary with confidence."""
+    """DSpark drafts: `max_draft_tokens` a step and sequence, 0 .. 5; `varlen`: verify fewer where confidence is low.
 
-    max_draft_tokens: int = 0
+    `verifier` "shared_noise": same output as without drafts. "rejection": same distribution, somewhat more accepted.
+    """
+
+    max_draft_tokens: int = 5
     varlen: bool = False
+    verifier: Literal["shared_noise", "rejection"] = "shared_noise"
 
 
 class ExpertConfig(_Section, frozen=True, kw_only=True):
@@ -179,8 +184,6 @@ _NOT_AVAILABLE: dict[str, object] = {
     "prefill.attention": "dp",
     "decode.redundant_experts": 0,
     "cache.prefix_caching": False,
-    "speculative.max_draft_tokens": 0,
-    "speculative.varlen": False,
     "experts.rebalance": False,
 }
 
@@ -378,12 +381,27 @@ def _check(config: ClusterConfig, sources: Mapping[str, str]) -> None:
     for path in _POSITIVE:
         if fields[path] is not None and fields[path] <= 0:
             raise ConfigError(f"must be above 0, not {fields[path]}", path=path)
+    _check_speculative(config, sources)
     if config.accelerator == "ascend":
         raise ConfigError("'ascend' is not available yet; use 'nvidia' or 'cpu'", path="accelerator")
     if config.cache.block_size % 2:
         raise ConfigError(f"must be even, not {config.cache.block_size}", path="cache.block_size")
     if not 0 < config.cache.memory_fraction <= 1:
         raise ConfigError(f"must lie in (0, 1], not {config.cache.memory_fraction}", path="cache.memory_fraction")
+
+
+def _check_speculative(config: ClusterConfig, sources: Mapping[str, str]) -> None:
+    path, drafts = "speculative.max_draft_tokens", config.speculative.max_draft_tokens
+    if not 0 <= drafts <= MAX_DRAFT_TOKENS:
+        source = sources.get(path, path)
+        name = path if source in ("file", "--set") else source
+        raise ConfigError(f"must lie in 0 .. {MAX_DRAFT_TOKENS}, not {drafts}", path=name)
+    if config.speculative.verifier == "rejection" and config.determinism.batch_invariant:
+        raise ConfigError(
+            "'rejection' makes the output depend on how many drafts were verified; with determinism.batch_invariant "
+            "use 'shared_noise'",
+            path="speculative.verifier",
+        )
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:

@@ -116,6 +116,7 @@ def build_inputs(
         caches=caches,
         kernels=kernels,
         dispatcher=dispatcher,
+        prompts=_prompts(plan, rows, table),
     )
     return StepInputs(
         forward,
@@ -127,6 +128,18 @@ def build_inputs(
     )
 
 
+def _prompts(plan: StepPlan, rows: _Rows, table: SlotTable) -> Prompts | None:
+    if not plan.chunks:
+        return None
+    slots = [chunk.slot for chunk in plan.chunks]
+    others = [0] * (len(rows.slots) - len(slots))
+    wants_logits = [slot in table.prompt_logprobs for slot in slots] + [False] * len(others)
+    return Prompts(
+        num_tokens=_to_device([table.num_prompt_tokens[slot] for slot in slots] + others, table),
+        wants_logits=torch.tensor(wants_logits, device=table.device),
+    )
+
+
 def _verify_rows(
     table: SlotTable, slots: list[int], device_slots: torch.Tensor, first_positions: torch.Tensor, drafts: torch.Tensor
 ) -> VerifyRows | None:
@@ -134,11 +147,12 @@ def _verify_rows(
         return None
     return VerifyRows(
         slots=device_slots,
-        samples=table.anchors(slots, device_slots).samples,
+        samples=table.sample_numbers(slots),
         num_drafts=drafts[drafts >= 0],
         positions=first_positions + 1,
         max_drafts=table.max_drafts,
         token_table=table.token_table,
+        draft_scores=table.draft_scores,
     )
 
 

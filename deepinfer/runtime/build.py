@@ -29,6 +29,13 @@ from deepinfer.models.model_spec import Model, ModelSpec
 from deepinfer.models.registry import load_spec
 from deepinfer.platforms.platform import Platform, load_platform
 from deepinfer.protocol import RankReady, SamplingParams
+from deepinfer.runtime.build_drafts import (
+    MakeDrafter,
+    build_speculation,
+    draft_bytes_per_slot,
+    draft_use,
+    num_draft_tokens,
+)
 from deepinfer.runtime.device_memory import CacheSize, cache_budget, size_caches
 from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.rank_engine import EngineParts, RankEngine, StepObserver
@@ -53,6 +60,7 @@ class _Loaded:
     digest: str
     kv_groups: tuple[KVGroup, ...]
     max_model_len: int
+    num_drafts: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,6 +113,7 @@ class _Builder:
             overrides=config.kernels.overrides,
         )
         spec = load_spec(self.directory)
+        num_drafts = num_draft_tokens(config.speculative, spec, num_ranks=self.num_ranks)
         return _Loaded(
             spec=spec,
             tokenizer=Tokenizer.from_directory(self.directory),
@@ -115,12 +124,13 @@ class _Builder:
                 device=self.platform.device,
                 rank=self.rank,
                 num_ranks=self.num_ranks,
-                drafts="off",
+                drafts=draft_use(self.role, num_drafts),
                 keep_tokens=self._keep_tokens(spec),
             ),
             digest=model_digest(self.directory),
-            kv_groups=spec.kv_groups(kernels, tokens_per_block=config.cache.block_size, with_drafts=False),
+            kv_groups=spec.kv_groups(kernels, tokens_per_block=config.cache.block_size, with_drafts=num_drafts > 0),
             max_model_len=_max_model_len(spec, config.model.max_model_len),
+            num_drafts=num_drafts,
         )
 
     def _keep_tokens(self, spec: ModelSpec) -> int | None:
@@ -141,9 +151,14 @@ class _Builder:
             budget_bytes=cache_budget(self.config.cache, self.platform),
             max_running=self.max_running,
             max_model_len=loaded.max_model_len,
+            draft_bytes_per_slot=draft_bytes_per_slot(
+                self.config.speculative, loaded.num_drafts, loaded.spec.vocab_size
+            ),
         )
 
-    def runner(self, loaded: _Loaded, size: CacheSize, groups: ProcessGroups | None) -> ModelRunner:
+    def runner(
+        self, loaded: _Loaded, size: CacheSize, groups: ProcessGroups | None, make_drafter: MakeDrafter | None
+    ) -> ModelRunner:
         """Allocate caches and slot table."""
         spec, tokenizer = loaded.spec, loaded.tokenizer
 
@@ -158,25 +173,40 @@ class _Builder:
                 f"{type(dispatcher).__name__}, which carries rows to experts here, is not batch-invariant; set false",
                 path="determinism.batch_invariant",
             )
+        caches = loaded.model.allocate_caches(
+            num_blocks=size.num_blocks,
+            num_slots=size.num_slots,
+            tokens_per_block=self.config.cache.block_size,
+        )
+        table = SlotTable(
+            num_slots=size.num_slots,
+            max_model_len=loaded.max_model_len,
+            vocab_size=spec.vocab_size,
+            eos_token_id=spec.eos_token_id,
+            groups=loaded.kv_groups,
+            device=self.platform.device,
+            bad_word_ids=spell_bad_words,
+            max_drafts=self._num_decode_drafts(loaded),
+            keeps_draft_scores=self.config.speculative.verifier == "rejection",
+        )
         return ModelRunner(
             model=loaded.model,
-            caches=loaded.model.allocate_caches(
-                num_blocks=size.num_blocks,
-                num_slots=size.num_slots,
-                tokens_per_block=self.config.cache.block_size,
-            ),
-            table=SlotTable(
-                num_slots=size.num_slots,
-                max_model_len=loaded.max_model_len,
-                vocab_size=spec.vocab_size,
-                eos_token_id=spec.eos_token_id,
-                groups=loaded.kv_groups,
-                device=self.platform.device,
-                bad_word_ids=spell_bad_words,
-            ),
+            caches=caches,
+            table=table,
             kernels=loaded.kernels,
             dispatcher=dispatcher,
+            speculation=build_speculation(
+                self.config.speculative,
+                loaded.model.draft_network,
+                table,
+                caches=caches,
+                groups=groups,
+                make_drafter=make_drafter,
+            ),
         )
+
+    def _num_decode_drafts(self, loaded: _Loaded) -> int:
+        return loaded.num_drafts if self.role == "decode" else 0
 
     def scheduler(self, loaded: _Loaded, size: CacheSize) -> StepScheduler:
         """The rank's own scheduler."""
@@ -193,6 +223,7 @@ class _Builder:
             max_tokens_per_step=self.config.prefill.max_tokens_per_step,
             max_model_len=loaded.max_model_len,
             make_stop_checker=lambda request, _: make_checker(request),
+            max_rows_per_slot=1 + self._num_decode_drafts(loaded),
         )
 
     def ready(self, loaded: _Loaded, size: CacheSize) -> RankReady:
@@ -223,11 +254,13 @@ def build_rank_engine(
     recorder: Recorder,
     on_phase: Callable[[str], None],
     observe_step: StepObserver | None = None,
+    make_drafter: MakeDrafter | None = None,
 ) -> RankEngine:
     """Return rank `rank` of `num_ranks` of `role`, ready to run.
 
     `config` is resolved. `store_address` is rank 0's store (`process_groups.open_store`); None only for a single rank.
-    `on_phase` is told the name of each phase as it begins. Raises ConfigError, CheckpointError or RankError.
+    `on_phase` is told the name of each phase as it begins. `make_drafter` replaces the model's own drafter (for tests).
+    Raises ConfigError, CheckpointError or RankError.
     """
     platform = load_platform(config.accelerator)
     builder = _Builder(config, role, rank, num_ranks, Path(model_directory), platform, on_phase)
@@ -237,7 +270,7 @@ def build_rank_engine(
         loaded = builder.load()
     with builder.phase("allocating caches"):
         size = builder.size(loaded)
-        runner = builder.runner(loaded, size, groups)
+        runner = builder.runner(loaded, size, groups, make_drafter)
     usable = {name: count - 1 for name, count in size.num_blocks.items()}
     parts = EngineParts(
         role=role,

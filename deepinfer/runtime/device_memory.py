@@ -40,15 +40,23 @@ def cache_budget(config: CacheConfig, platform: Platform) -> int:
     return config.memory_bytes
 
 
-def size_caches(groups: tuple[KVGroup, ...], *, budget_bytes: int, max_running: int, max_model_len: int) -> CacheSize:
+def size_caches(
+    groups: tuple[KVGroup, ...],
+    *,
+    budget_bytes: int,
+    max_running: int,
+    max_model_len: int,
+    draft_bytes_per_slot: int = 0,
+) -> CacheSize:
     """Return as many blocks as the budget holds, and no more than `max_running` longest sequences need.
 
-    Slots come first: one per running sequence, with its blocks in "sequence" groups and its rows of the slot table.
+    Slots come first: one per running sequence, with its blocks in "sequence" groups and its rows of the slot table,
+    which take `draft_bytes_per_slot` more where drafts are in use.
     Raises ConfigError unless one sequence of `max_model_len` tokens fits.
     """
     paged = [group for group in groups if group.kind == "paged"]
     num_slots = max_running + 1
-    slot_bytes = _bytes_per_slot(groups, max_model_len) * num_slots
+    slot_bytes = (_bytes_per_slot(groups, max_model_len) + draft_bytes_per_slot) * num_slots
     padding_bytes = sum(group.bytes_per_block for group in paged)
     sequence_bytes = sum(group.bytes_per_block * group.num_blocks_for(max_model_len) for group in paged)
     needed = slot_bytes + padding_bytes + sequence_bytes

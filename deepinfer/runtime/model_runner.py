@@ -9,23 +9,29 @@ import torch
 
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.kernels.registry import KernelSet
-from deepinfer.models.model_spec import ForwardOutput, KVPart, Model
+from deepinfer.models.model_spec import KVPart, Model
 from deepinfer.protocol import LogprobColumns
 from deepinfer.runtime.batch_inputs import SampleRows, StepInputs, build_inputs
 from deepinfer.runtime.slot_table import SlotTable
+from deepinfer.runtime.speculation import BAD_NUMBERS, Speculation
 from deepinfer.sampling.logprobs import prompt_logprobs
 from deepinfer.sampling.sampler import Sampled, sample, unusable_rows
 from deepinfer.scheduler.logprob_columns import join_logprobs
 from deepinfer.scheduler.step_plan import Int32Array, SlotOutput, StepOutput, StepPlan
-
-_BAD_NUMBERS = "the model's output has unusable numbers (NaN or infinite logits)"
 
 
 class ModelRunner:
     """A loaded model with its caches and its slot table."""
 
     def __init__(
-        self, *, model: Model, caches: Any, table: SlotTable, kernels: KernelSet, dispatcher: TokenDispatcher
+        self,
+        *,
+        model: Model,
+        caches: Any,
+        table: SlotTable,
+        kernels: KernelSet,
+        dispatcher: TokenDispatcher,
+        speculation: Speculation,
     ) -> None:
         """Take over what the builder made; nothing else may use it from here on."""
         self._model = model
@@ -33,6 +39,7 @@ class ModelRunner:
         self._table = table
         self._kernels = kernels
         self._dispatcher = dispatcher
+        self._speculation = speculation
 
     def run_step(self, plan: StepPlan) -> StepOutput:
         """Apply admissions and grants, run the rows, draw tokens and leave them in the table as the next input."""
@@ -42,18 +49,18 @@ class ModelRunner:
             for grant in plan.grants:
                 self._table.grant(grant)
             step = build_inputs(
-                plan, self._table, caches=self._caches, kernels=self._kernels, dispatcher=self._dispatcher
+                plan,
+                self._table,
+                num_drafts=self._speculation.num_drafts(plan),
+                caches=self._caches,
+                kernels=self._kernels,
+                dispatcher=self._dispatcher,
             )
-            output = self._model.forward(step.forward)
-            if not step.samples.owners and not step.prompts:
-                return StepOutput(plan.step_id)
-            sampled = self._draw(output, step.samples)
-            columns = self._prompt_logprobs(output, step)
-            return StepOutput(
-                plan.step_id,
-                slots=_slot_outputs(sampled, step.samples, self._table.unusable),
-                prompt_logprobs=columns,
-            )
+            logits = self._model.forward(step.forward).logits
+            output = StepOutput(plan.step_id, prompt_logprobs=self._prompt_logprobs(logits, step))
+            output.slots = (*self._draw(logits, step.samples), *self._speculation.commit(logits, step, plan))
+            self._speculation.draft(step, plan, output)
+            return output
 
     def export_kv(self, *, slot: int, block_ids: dict[str, Int32Array], num_tokens: int) -> tuple[KVPart, ...]:
         """Copy a sequence's KV out of the caches."""
@@ -71,23 +78,24 @@ class ModelRunner:
                 self._caches, slot=slot, block_ids=self._device_blocks(block_ids), num_tokens=num_tokens, parts=parts
             )
 
-    def _draw(self, output: ForwardOutput, rows: SampleRows) -> Sampled:
+    def _draw(self, logits: torch.Tensor, rows: SampleRows) -> tuple[SlotOutput, ...]:
+        """Draw the first tokens of finished prompts. They go on elsewhere, so nothing is committed here."""
+        if not rows.owners:
+            return ()
         sampled = sample(
-            output.logits[rows.logits],
+            logits[rows.logits],
             slots=rows.slots,
             samples=rows.samples,
             positions=rows.positions,
             token_table=self._table.token_table,
             state=self._table.sampling,
         )
-        # What a prefill draws goes on elsewhere, and may be several tokens for one slot: it is not committed here.
-        self._table.commit(rows.slots[rows.num_chunk_draws :], sampled.token_ids[rows.num_chunk_draws :])
-        return sampled
+        return _slot_outputs(sampled, rows, self._table.unusable)
 
-    def _prompt_logprobs(self, output: ForwardOutput, step: StepInputs) -> dict[int, LogprobColumns]:
+    def _prompt_logprobs(self, all_logits: torch.Tensor, step: StepInputs) -> dict[int, LogprobColumns]:
         columns = {}
         for prompt in step.prompts:
-            logits = output.logits[prompt.first_logit : prompt.first_logit + prompt.num_rows]
+            logits = all_logits[prompt.first_logit : prompt.first_logit + prompt.num_rows]
             end = prompt.first_position + prompt.num_rows
             next_ids = self._table.token_table[prompt.slot, prompt.first_position : end].to(torch.int64)
             if unusable_rows(logits).any():
@@ -108,7 +116,7 @@ def _slot_outputs(sampled: Sampled, rows: SampleRows, unusable: set[int]) -> tup
     for slot, num_draws in rows.owners:
         start, end = end, end + num_draws
         if slot in unusable or failed[start:end].any():
-            outputs.append(SlotOutput(slot, np.zeros(0, np.int32), failure=_BAD_NUMBERS))
+            outputs.append(SlotOutput(slot, np.zeros(0, np.int32), failure=BAD_NUMBERS))
             continue
         columns = [column for column in sampled.logprobs[start:end] if column is not None]
         outputs.append(SlotOutput(slot, token_ids[start:end], join_logprobs(columns) if columns else None))

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from deepinfer.kernels.reference.sampling import philox
 
-TOKEN_PURPOSE = 0
+TOKEN_PURPOSE = 0  # a token, and under shared noise its draft
+DRAFT_PURPOSE = 1  # a draft that must be independent of the token
+ACCEPTANCE_PURPOSE = 2  # the coin of a draft
+RESIDUAL_PURPOSE = 3  # the token in place of a rejected draft
 _SAMPLE_SEED_WORD = 0x5EED
 _WORD = 0xFFFFFFFF
 _SEED_MASK = 2**63 - 1

@@ -172,7 +172,7 @@ class DecodeLane:
                 finish=code,
                 logprobs=None if result.logprobs is None else slice_logprobs(result.logprobs, 0, num_kept),
                 num_drafted=result.num_drafted,
-                num_accepted=result.num_accepted,
+                num_accepted=min(result.num_accepted, num_kept),
             )
         )
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from deepinfer.protocol import FinishCode, LogprobColumns, SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,11 +54,25 @@ class BlockGrant:
     block_ids: Int32Array
 
 
+@dataclass(slots=True, frozen=True)
+class DraftBudget:
+    """How many drafts a step verifies: `num_drafts` for each slot or, with `total`, that many over all slots.
+
+    With `total` the device takes the drafts that are most likely to survive; `temperatures` [K] divide the log-odds
+    of draft k.
+    """
+
+    num_drafts: int
+    total: int | None = None
+    temperatures: tuple[float, ...] = ()
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step of one rank. Applied in this order: admissions, grants, rows.
 
-    `decode_slots` [n]: slots that run their uncommitted rows (1 + drafts, at most `max_rows_per_slot` each).
+    `decode_slots` [n]: slots that run their uncommitted rows (1 + drafts, at most `max_rows_per_slot` each; fewer where
+    `draft_budget` says so). A slot that the device knows to be at its limit runs none, and its output is empty.
     `num_padded_rows`: the row count that all ranks of the group agreed on, or 0 when this rank pads nothing.
     """
 
@@ -68,6 +83,7 @@ class StepPlan:
     decode_slots: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     max_rows_per_slot: int = 1
     num_padded_rows: int = 0
+    draft_budget: DraftBudget | None = None
 
     @property
     def num_rows(self) -> int:
@@ -84,7 +100,9 @@ class StepPlan:
 class SlotOutput:
     """What one slot got from a step: `token_ids` [n], n >= 1; for a sampling chunk one per sample.
 
-    `failure` is set when the row's numbers were unusable (NaN logits): then `token_ids` is empty.
+    Of a decode slot's n tokens the first n - 1 = `num_accepted` were drafts, of `num_drafted` that were verified; n = 0
+    only if the sequence was at its limit before. `failure` is set when the row's numbers were unusable (NaN logits):
+    then `token_ids` is empty.
     """
 
     slot: int
@@ -100,12 +118,15 @@ class StepOutput:
     """Results of one step on the host: sampling chunks in plan order, then the decode slots in plan order.
 
     `prompt_logprobs` holds, per slot, the columns of this step's chunk rows: entry t belongs to the prompt token at
-    `start_position + 1 + t`.
+    `start_position + 1 + t`. `draft_ids` [n, K] are the drafts for the next step of the n decode slots, in plan order,
+    and `confidence` [n, K] their log-odds; both None where nothing drafts.
     """
 
     step_id: int
     slots: tuple[SlotOutput, ...] = ()
     prompt_logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
+    draft_ids: Int32Array | None = None
+    confidence: Float32Array | None = None
     device_seconds: float = 0.0
 
 

@@ -37,7 +37,8 @@ def _table() -> SlotTable:
 
 
 def _build(plan: StepPlan, table: SlotTable) -> StepInputs:
-    return build_inputs(plan, table, caches=None, kernels=None, dispatcher=LocalDispatcher(8))
+    drafts = torch.zeros(len(plan.decode_slots), dtype=torch.int64)
+    return build_inputs(plan, table, num_drafts=drafts, caches=None, kernels=None, dispatcher=LocalDispatcher(8))
 
 
 def test_chunks_decode_rows_and_padding_stand_in_this_order() -> None:
@@ -60,16 +61,21 @@ def test_chunks_decode_rows_and_padding_stand_in_this_order() -> None:
     assert forward.logit_rows.tolist() == [0, 1, 2, 3, 4]
     (prompt,) = step.prompts
     assert (prompt.slot, prompt.first_logit, prompt.num_rows, prompt.first_position) == (1, 0, 2, 4)
-    assert step.samples.logits.tolist() == [2, 2, 2, 3, 4]
-    assert step.samples.slots.tolist() == [1, 1, 1, 4, 2]
-    assert step.samples.samples.tolist() == [1, 2, 3, 4, 2]
-    assert step.samples.positions.tolist() == [6, 6, 6, 2, 3]
-    assert (step.samples.owners, step.samples.num_chunk_draws) == (((1, 3), (4, 1), (2, 1)), 3)
+    assert step.samples.logits.tolist() == [2, 2, 2]
+    assert step.samples.slots.tolist() == [1, 1, 1]
+    assert step.samples.samples.tolist() == [1, 2, 3]
+    assert step.samples.positions.tolist() == [6, 6, 6]
+    assert step.samples.owners == ((1, 3),)
+    assert step.verify is not None
+    assert step.verify.slots.tolist() == [4, 2]
+    assert step.verify.samples.tolist() == [4, 2]
+    assert step.verify.positions.tolist() == [2, 3]
+    assert (step.decode_slots, step.first_verify_logit) == ((4, 2), 3)
 
 
 def test_positions_follow_what_the_device_has_committed() -> None:
     table = _table()
-    table.commit(torch.tensor([4, 2]), torch.tensor([51, 52]))
+    table.commit(torch.tensor([4, 2]), torch.tensor([[51], [52]]), torch.tensor([1, 1]))
     forward = _build(StepPlan(0, decode_slots=np.array([2, 4], np.int32)), table).forward
     assert forward.token_ids.tolist() == [52, 51]
     assert forward.positions.tolist() == [3, 2]
@@ -89,7 +95,8 @@ def test_padding_rows_are_inert() -> None:
         table, model = _table(), FakeModel()
         caches = model.allocate_caches(num_blocks={"global": 9}, num_slots=5, tokens_per_block=4)
         plan = StepPlan(0, chunks=(PrefillChunk(1, 0, 6, samples=True),), num_padded_rows=num_padded_rows)
-        step = build_inputs(plan, table, caches=caches, kernels=None, dispatcher=LocalDispatcher(8))
+        none = torch.zeros(0, dtype=torch.int64)
+        step = build_inputs(plan, table, num_drafts=none, caches=caches, kernels=None, dispatcher=LocalDispatcher(8))
         outcomes.append((model.forward(step.forward).logits, caches.records[1:], caches.rings[1:]))
     for plain, padded in zip(*outcomes, strict=True):
         assert torch.equal(plain, padded)

@@ -37,9 +37,11 @@ from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.rank_engine import EngineParts, RankEngine, StepObserver
 from deepinfer.runtime.rank_metrics import RankMetrics
 from deepinfer.runtime.slot_table import SlotTable
+from deepinfer.runtime.speculation import Speculation
 from deepinfer.runtime.stop_checkers import RankStopChecker
 from deepinfer.scheduler.step_scheduler import StepScheduler
 from deepinfer.scheduler.stopping import StopChecker
+from deepinfer.speculative.verifier import SharedNoiseVerifier
 
 Role = Literal["prefill", "decode"]
 EOS = 0
@@ -91,6 +93,7 @@ def build_fake_rank(
         table=table,
         kernels=None,
         dispatcher=TorchDispatcher(groups.dispatch, NUM_EXPERTS) if groups else LocalDispatcher(NUM_EXPERTS),
+        speculation=Speculation(table, drafter=None, verifier=SharedNoiseVerifier()),
     )
     scheduler = StepScheduler(
         role=role,

@@ -1,0 +1,114 @@
+"""Proposes the tokens behind the last committed one, for every running sequence of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deepinfer.distributed.token_dispatcher import TokenDispatcher
+from deepinfer.models.model_spec import DraftInputs, DraftNetwork
+from deepinfer.sampling.sampler import choose, temper
+from deepinfer.sampling.state import SamplingState
+
+
+@dataclass(slots=True, frozen=True)
+class Anchors:
+    """The last committed tokens of B sequences, all tokens before them having run through the target.
+
+    [B] int64 each: `slots` (slot 0 is inert), `samples` (sample numbers), `positions` of the anchors. `token_table`
+    [S, L] int32: tokens by slot and position.
+    """
+
+    slots: Tensor
+    samples: Tensor
+    positions: Tensor
+    token_table: Tensor
+
+    @property
+    def token_ids(self) -> Tensor:
+        """The anchors [B] int64."""
+        return self.token_table[self.slots, self.positions].to(torch.int64)
+
+
+@dataclass(slots=True, frozen=True)
+class Drafts:
+    """`token_ids` [B, K] int64, draft k for position anchor + 1 + k; `confidence` [B, K] float32: log-odds that draft
+    k is accepted if all before it are. `scores` [B, K, V] float32: softmax of it is what a draft was drawn from (None
+    unless asked for; greedy rows mean nothing).
+    """
+
+    token_ids: Tensor
+    confidence: Tensor
+    scores: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Drafts for a step's sequences. A collective: every rank of a group calls it in every step, also with none."""
+
+    def draft(self, anchors: Anchors) -> Drafts:
+        """Return K drafts for each anchor; K is the same in every call."""
+        ...
+
+
+class ChainDrafter:
+    """Runs a model's draft network: one pass for the block, then token by token with the sequence's own sampling.
+
+    A greedy sequence drafts by arg-max, another one by a draw at its temperature and truncation with the noise of
+    `purpose`. Other rules (penalties, allowed ids, masks) are the target's alone: they only cost acceptance.
+    """
+
+    def __init__(
+        self,
+        network: DraftNetwork,
+        *,
+        max_drafts: int,
+        caches: Any,
+        dispatcher: TokenDispatcher,
+        state: SamplingState,
+        purpose: int,
+        keeps_scores: bool,
+    ) -> None:
+        """The whole block is always run; `max_drafts` (1 .. block size) says how many rows of it become drafts."""
+        assert 1 <= max_drafts <= network.block_size, f"{max_drafts} drafts of a block of {network.block_size}"
+        self._network = network
+        self._max_drafts = max_drafts
+        self._caches = caches
+        self._dispatcher = dispatcher
+        self._state = state
+        self._purpose = purpose
+        self._keeps_scores = keeps_scores
+
+    def draft(self, anchors: Anchors) -> Drafts:
+        """See `Drafter`."""
+        slots, previous = anchors.slots, anchors.token_ids
+        block = self._network.run(
+            DraftInputs(
+                anchor_ids=previous,
+                anchor_positions=anchors.positions,
+                slots=slots,
+                is_padding=slots == 0,
+                caches=self._caches,
+                dispatcher=self._dispatcher,
+            )
+        )
+        fine = torch.zeros_like(slots, dtype=torch.bool)
+        token_ids, confidence, kept = [], [], []
+        for row in range(self._max_drafts):
+            confidence.append(self._network.confidence(block.hidden[:, row], previous))
+            scores = block.logits[:, row] + self._network.markov_bias(previous)
+            if self._keeps_scores:
+                kept.append(temper(scores, slots, self._state))
+            previous = choose(
+                scores,
+                fine,
+                slots=slots,
+                samples=anchors.samples,
+                positions=anchors.positions + 1 + row,
+                state=self._state,
+                purpose=self._purpose,
+            )
+            token_ids.append(previous)
+        return Drafts(torch.stack(token_ids, 1), torch.stack(confidence, 1), torch.stack(kept, 1) if kept else None)
