@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+
 import pytest
 
 from deepinfer.llm import LLM
@@ -63,3 +68,23 @@ def test_chat_answers_are_read_by_the_chat_format(llm: LLM) -> None:
     assert out.error is None
     assert answer.num_reasoning_tokens > 0
     assert answer.finish_reason == "length"
+
+
+def test_a_killed_rank_changes_no_answer(llm: LLM) -> None:
+    prompts = [f"Row {number} says" for number in range(12)]
+    params = [SamplingParams(max_tokens=40, seq_seed=number) for number in range(12)]
+    undisturbed = llm.generate(prompts, params)
+    victim = next(ready.pid for ready in llm._client.facts.ranks if (ready.role, ready.rank) == ("decode", 1))
+
+    def kill() -> None:
+        while llm.status()["requests"]["num_decoding"] < 12:
+            time.sleep(0.02)
+        os.kill(victim, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    disturbed = llm.generate(prompts, params)
+    killer.join()
+    assert llm.status()["restarts"] == {"prefill": 0, "decode": 1}
+    assert [out.error for out in disturbed] == [None] * 12
+    assert [out.outputs[0].token_ids for out in disturbed] == [out.outputs[0].token_ids for out in undisturbed]
