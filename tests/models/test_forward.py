@@ -34,9 +34,9 @@ def test_chunks_do_not_change_bits(runner: StepRunner) -> None:
 
 
 def test_token_by_token_gives_the_bits_of_one_chunk(runner: StepRunner) -> None:
-    tokens = make_tokens(2, 40)
-    whole = runner.run_in_chunks(1, tokens, [40])
-    assert torch.equal(runner.run_in_chunks(2, tokens, [1] * 40), whole)
+    tokens = make_tokens(2, 23)
+    whole = runner.run_in_chunks(1, tokens, [23])
+    assert torch.equal(runner.run_in_chunks(2, tokens, [1] * 23), whole)
 
 
 def test_other_sequences_do_not_change_bits(runner: StepRunner) -> None:

@@ -18,6 +18,7 @@ from support.step_runner import Chunk, StepRunner
 from torch import Tensor
 
 from deepinfer.kernels.reference.index_select import IndexSelect
+from deepinfer.models.deepseek_v41.indexer import Published
 
 _PER_ROW_BOUND = 1e-4  # what the golden README asks of a float32 run
 
@@ -113,18 +114,62 @@ def test_rounded_modes_stay_on_the_measured_line(golden_dir: Path, mode: str, wa
 def test_upstream_defect_is_reproduced_by_the_switch(golden_dir: Path) -> None:
     """With the switch our decode follows the unfixed upstream run; without it, it does not."""
     for variant in variants(golden_dir):
-        kernels = mode_kernels("ref")
-        errors: dict[bool, list[Tensor]] = {False: [], True: []}
-        for switch in errors:
-            model = load_model(variant, kernels, upstream_open_pair_keys=switch)
-            for name in case_names(variant, "ref_upstream_verbatim"):
-                tensors = read_tensors(variant / "cases.safetensors", f"{name}.")
-                prompt, fed = tensors["prompt_ids"], tensors["decode_input_ids"]
-                runner = StepRunner(model, num_slots=1)
-                runner.run(Chunk(1, 0, prompt))
-                ours = runner.run_in_chunks(1, fed, [1] * len(fed), start=len(prompt))
-                errors[switch].append(relative_error(ours, tensors["ref_upstream_verbatim.decode_logits"]))
-        with_switch, without = (torch.cat(errors[switch]) for switch in (True, False))
-        cases = json.loads((variant / "cases.json").read_text())
-        assert with_switch.max() <= cases["tolerances_measured"]["ref_alt_vs_ref"]["all_rows"]["rel_l2_max"]
+        names = case_names(variant, "ref_upstream_verbatim")
+        cases = [read_tensors(variant / "cases.safetensors", f"{name}.") for name in names]
+        wanted = torch.cat([case["ref_upstream_verbatim.decode_logits"].float() for case in cases])
+        with_switch, without = (
+            relative_error(decode_together(variant, cases, switch=switch), wanted) for switch in (True, False)
+        )
+        measured = json.loads((variant / "cases.json").read_text())["tolerances_measured"]["ref_alt_vs_ref"]
+        assert with_switch.max() <= measured["all_rows"]["rel_l2_max"]
         assert without.mean() > 1.3 * with_switch.mean()
+
+
+def decode_together(variant: Path, cases: list[dict[str, Tensor]], *, switch: bool) -> Tensor:
+    """Logits of the fed tokens of all cases, a case after the other; a step feeds one token to each."""
+    model = load_model(variant, mode_kernels("ref"), upstream_open_pair_keys=switch)
+    runner = StepRunner(model, num_slots=len(cases))
+    slots = range(1, len(cases) + 1)
+    runner.run(*(Chunk(slot, 0, case["prompt_ids"]) for slot, case in zip(slots, cases, strict=True)))
+    steps = []
+    for step in range(len(cases[0]["decode_input_ids"])):
+        chunks = (
+            Chunk(slot, len(case["prompt_ids"]) + step, case["decode_input_ids"][step : step + 1])
+            for slot, case in zip(slots, cases, strict=True)
+        )
+        steps.append(torch.stack(runner.run(*chunks)))
+    return torch.cat(steps, 1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("mode", ["fp32_noq", "ref"])
+def test_layers_from_recorded_inputs(golden_dir: Path, mode: str) -> None:
+    """Each sublayer fed with its recorded input, so that errors do not add up; the lines are the README's."""
+    for variant in variants(golden_dir):
+        recorded = read_tensors(variant / "debug.safetensors", f"{mode}.prefill.")
+        if "layers.0.attn_in" not in recorded:
+            continue
+        model, published = load_model(variant, mode_kernels(mode)), Published()
+        runner = StepRunner(model, num_slots=1)
+        (prompt,) = read_tensors(
+            variant / "cases.safetensors", f"p{len(recorded['layers.0.attn_in']):03d}.prompt_ids"
+        ).values()
+        inputs = runner.inputs([Chunk(1, 0, prompt)])
+        rows = model.step_rows(inputs)
+        for number, layer in enumerate(model.layers):
+            name = f"layers.{number}."
+            attention = layer.attention(recorded[f"{name}attn_in"], rows, runner.caches, published)
+            check_attention(f"{variant.name} {name}", attention, recorded[f"{name}attn_out"], mode)
+            ffn_out = recorded[f"{name}ffn_out"]
+            ffn_in = recorded[f"{name}ffn_in"]
+            padding = inputs.is_padding[: len(ffn_in)]
+            experts = relative_error(layer.experts(ffn_in, padding, runner.dispatcher), ffn_out)
+            assert experts.max() <= (1e-5 if mode == "fp32_noq" else 1e-2), f"{variant.name} {name} {experts.max()}"
+
+
+def check_attention(place: str, ours: Tensor, theirs: Tensor, mode: str) -> None:
+    """Recorded outputs may hold the last rows only."""
+    error = relative_error(ours[-len(theirs) :], theirs)
+    if mode == "fp32_noq":
+        assert error.max() < 1e-5, f"{place} {error.max():.2e}"
+    else:
+        assert error.median() <= 1e-2, f"{place} {error.median():.3f}"

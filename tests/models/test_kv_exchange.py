@@ -90,6 +90,4 @@ def test_sizes_follow_the_record_formats(runner: StepRunner) -> None:
 def test_an_import_of_another_length_is_refused(runner: StepRunner) -> None:
     parts = runner.model.export_kv(runner.caches, slot=2, block_ids=runner.block_ids(2, 7), num_tokens=7)
     with pytest.raises(AssertionError, match="8 tokens"):
-        runner.model.import_kv(
-            runner.caches, slot=8, block_ids=runner.block_ids(8, 8), num_tokens=8, parts=parts
-        )
+        runner.model.import_kv(runner.caches, slot=8, block_ids=runner.block_ids(8, 8), num_tokens=8, parts=parts)
