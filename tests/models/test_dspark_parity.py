@@ -20,9 +20,11 @@ from torch import Tensor
 
 MODES = ("fp32_noq", "ref", "noq")
 SAME_BACKBONE = {"fp32_noq": 5e-6, "ref": 3e-4, "noq": 3e-4}  # relative error of logits; stored as float16 but fp32_noq
-SAME_LOGITS, SAME_CONFIDENCE = 3e-4, 1e-5  # draft logits are stored as float16
+# Then of the drafts: relative error of logits (stored as float16: 2.4e-4), error of confidences, margin of a flipped
+# choice. Where the stages run in bf16 a single value may round the other way: 1 / 128 at a confidence between 1 and 2.
+SAME = {"fp32_noq": (3e-4, 1e-5, 0.0), "ref": (0.01, 0.02, 0.1), "noq": (0.01, 0.02, 0.1)}
 # The golden set gives 0.21 (w16) and 0.097 (w128) for the logits of two faithful implementations, "ref_alt vs ref".
-OTHER_LOGITS, OTHER_CONFIDENCE, OTHER_MARGIN = 0.21, 0.6, 2.0
+OTHER = (0.21, 0.6, 2.0)
 
 
 @dataclass
@@ -69,14 +71,15 @@ def test_drafts_are_those_of_the_reference(variant: Path, mode: str, case: str) 
         tokens = drafts["tokens"][step].long()
         drafted = runner.draft_along(1, tokens)
         same = errors.agrees(mode)
+        max_error, max_away, max_margin = SAME[mode] if same else OTHER
         away = (drafted.confidence - drafts["confidence"][step]).abs().max()
-        assert away <= (SAME_CONFIDENCE if same else OTHER_CONFIDENCE), (step, same, away)
+        assert away <= max_away, (step, same, away)
         if "logits" in drafts:
             wanted = drafts["logits"][step].float()
             error = _largest(drafted.logits, wanted)
-            assert error <= (SAME_LOGITS if same else OTHER_LOGITS), (step, same, error)
+            assert error <= max_error, (step, same, error)
         margin = drafted.logits.amax(1) - drafted.logits.gather(1, tokens[1:, None])[:, 0]
-        assert margin.max() <= (0 if same else OTHER_MARGIN), (step, same, margin)
+        assert margin.max() <= max_margin, (step, same, margin)
 
 
 def _largest(logits: Tensor, wanted: Tensor) -> float:

@@ -33,6 +33,7 @@ from deepinfer.protocol import (
     RequestFailure,
     SamplingParams,
 )
+from deepinfer.runtime.build_drafts import MakeDrafter
 from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.rank_engine import EngineParts, RankEngine, StepObserver
 from deepinfer.runtime.rank_metrics import RankMetrics
@@ -72,8 +73,13 @@ def build_fake_rank(
     asynchronous: bool = True,
     groups: ProcessGroups | None = None,
     stream: Stream | None = None,
+    max_drafts: int = 0,
+    make_drafter: MakeDrafter | None = None,
 ) -> FakeRank:
-    """One rank with the fake model; with `groups` it is one of several. `events` and `observers` see its steps."""
+    """One rank with the fake model; with `groups` it is one of several. `events` and `observers` see its steps.
+
+    With `make_drafter` a decode rank verifies drafts.
+    """
     model = model or FakeModel()
     rank = groups.sync.rank if groups else 0
     kv_groups = fake_groups(tokens_per_block)
@@ -86,14 +92,16 @@ def build_fake_rank(
         groups=kv_groups,
         device=torch.device("cpu"),
         bad_word_ids=lambda params: (),
+        max_drafts=max_drafts,
     )
+    drafter = make_drafter(table) if make_drafter else None
     runner = ModelRunner(
         model=model,
         caches=model.allocate_caches(num_blocks=blocks, num_slots=max_running + 1, tokens_per_block=tokens_per_block),
         table=table,
         kernels=None,
         dispatcher=TorchDispatcher(groups.dispatch, NUM_EXPERTS) if groups else LocalDispatcher(NUM_EXPERTS),
-        speculation=Speculation(table, drafter=None, verifier=SharedNoiseVerifier()),
+        speculation=Speculation(table, drafter=drafter, verifier=SharedNoiseVerifier()),
     )
     scheduler = StepScheduler(
         role=role,
@@ -102,6 +110,7 @@ def build_fake_rank(
         max_tokens_per_step=max_tokens_per_step,
         max_model_len=max_model_len,
         make_stop_checker=lambda request, sample: _stop_checker(request, max_model_len),
+        max_rows_per_slot=1 + max_drafts,
     )
     recorder, events = MemoryRecorder(), []
     observers: list[StepObserver] = [lambda event, step_id: events.append((event, step_id))]
@@ -214,6 +223,8 @@ class Answer:
     logprobs: list[Any] = field(default_factory=list)
     failure: RequestFailure | None = None
     num_preemptions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 def run_prefill(
@@ -279,6 +290,11 @@ def take_decode_result(result: Any, answers: dict[int, Answer]) -> None:
     ):
         answers[index].token_ids += [next(token_ids) for _ in range(count)]
         answers[index].finish = FinishCode(code)
+    for index, drafted, accepted in zip(
+        indexes, unpack(result.num_drafted).tolist(), unpack(result.num_accepted).tolist(), strict=True
+    ):
+        answers[index].num_drafted += drafted
+        answers[index].num_accepted += accepted
     for place, columns in zip(unpack(result.logprob_sequences).tolist(), result.logprobs, strict=True):
         answers[indexes[place]].logprobs.append(columns)
     for failure in result.failures:

@@ -14,6 +14,7 @@ from deepinfer.config import ClusterConfig, load_config, resolve
 from deepinfer.metrics import MemoryRecorder
 from deepinfer.protocol import Request
 from deepinfer.runtime.build import build_rank_engine
+from deepinfer.runtime.build_drafts import MakeDrafter
 from deepinfer.runtime.rank_engine import RankEngine, StepObserver
 
 VOCAB_SIZE = 512
@@ -31,6 +32,7 @@ def build_tiny_rank(
     *settings: str,
     place: RankPlace | None = None,
     observe_step: StepObserver | None = None,
+    make_drafter: MakeDrafter | None = None,
 ) -> RankEngine:
     """One rank of the tiny model; with `place` it is one of several."""
     return build_rank_engine(
@@ -43,6 +45,7 @@ def build_tiny_rank(
         recorder=MemoryRecorder(),
         on_phase=lambda name: None,
         observe_step=observe_step,
+        make_drafter=make_drafter,
     )
 
 
