@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ _FOLDER_PREFIX = "deepinfer-ray-"
 _SHARED_MEMORY = Path("/dev/shm")
 # Room in the object store for ordinary messages beside the hand-overs.
 _MESSAGE_BYTES = 64 * 1024 * 1024
+_CONNECT_SECONDS = 5.0
 # Unix sockets stand below the folder, and their paths may have 107 bytes; Ray itself adds up to 70.
 _MAX_FOLDER_BYTES = 36
 
@@ -74,11 +76,23 @@ def open_ray(config: ClusterConfig) -> RayConnection:
 
 def _attach(address: str, config: RayConfig) -> RayConnection:
     with phase(_LOGGER, f"attach to Ray at {address}"):
+        _check_reachable(address)
         try:
             ray.init(address=address, namespace=config.namespace, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ClusterError(f"can't reach Ray at {address}: {error}; check ray.address and RAY_ADDRESS") from error
     return RayConnection(connected=True)
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ClusterError at once when nobody listens there: Ray itself would try for minutes. "auto" is left to Ray."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ClusterError(f"can't reach Ray at {address}: {error}; check ray.address and RAY_ADDRESS") from error
 
 
 def _start_private(config: ClusterConfig) -> RayConnection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import ray
 from support.fake_cluster import small_config
 
+from deepinfer.errors import ClusterError
 from deepinfer.launcher import open_ray
-from deepinfer.launcher.local import _make_folder, _remove_stale_folders
+from deepinfer.launcher.local import _check_reachable, _make_folder, _remove_stale_folders
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
@@ -55,6 +57,38 @@ def test_a_ray_that_is_in_use_already_is_left_alone(local_ray: None) -> None:
     connection.close()
     assert ray.is_initialized()
     assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_an_address_is_attached_to_and_left_running(local_ray: None) -> None:
+    code = "\n".join(
+        [
+            "from support.fake_cluster import small_config",
+            "from deepinfer.launcher import open_ray",
+            "import ray",
+            "connection = open_ray(small_config())",
+            "print(ray.cluster_resources()['CPU'])",
+            "connection.close()",
+            "print(ray.is_initialized())",
+        ]
+    )
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == ["10.0", "False"]
+    assert ray.cluster_resources()["CPU"] == 10
+
+
+def test_an_address_where_nobody_listens_fails_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(ClusterError, match=rf"can't reach Ray at 127\.0\.0\.1:{port}"):
+        _check_reachable(f"127.0.0.1:{port}")
 
 
 def test_close_takes_everything_away(tmp_path: Path) -> None:
