@@ -18,7 +18,7 @@ _KINDS = {"window:packed": 0, "main:packed": 1, "window:raw": _RAW, "main:raw": 
 
 
 @triton.jit
-def _load_keys(
+def load_keys(
     pool_ptr, rows, inside, KIND: tl.constexpr, NUM_BYTES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Keys [KEYS, WIDTH] bf16 of one pool; zeros where not `inside`."""
@@ -31,7 +31,7 @@ def _load_keys(
 
 
 @triton.jit
-def _load_window(
+def load_window(
     ring_ptr,
     step_ptr,
     rows,
@@ -44,8 +44,8 @@ def _load_window(
     """Keys of rows that lie in the ring or, beyond its length, among this step's own."""
     old, own = (rows >= 0) & (rows < ring_length), rows >= ring_length
     if KIND == 3:
-        keys = _load_keys(ring_ptr, rows, old, KIND, NUM_BYTES, KEYS, WIDTH)
-        return keys + _load_keys(step_ptr, rows - ring_length, own, KIND, NUM_BYTES, KEYS, WIDTH)
+        keys = load_keys(ring_ptr, rows, old, KIND, NUM_BYTES, KEYS, WIDTH)
+        return keys + load_keys(step_ptr, rows - ring_length, own, KIND, NUM_BYTES, KEYS, WIDTH)
     else:
         codes, scale = load_record_bytes(ring_ptr, rows * NUM_BYTES, old, KIND, WIDTH)
         own_codes, own_scale = load_record_bytes(step_ptr, (rows - ring_length) * NUM_BYTES, own, KIND, WIDTH)
@@ -98,13 +98,13 @@ def _attention_kernel(
         columns = start + tl.arange(0, KEYS)
         rows = tl.load(window_rows_ptr + row * NUM_WINDOW + columns, mask=columns < NUM_WINDOW, other=-1)
         if tl.max(rows, 0) >= 0:
-            keys = _load_window(ring_ptr, step_ptr, rows, ring_length, WINDOW_KIND, WINDOW_BYTES, KEYS, WIDTH)
+            keys = load_window(ring_ptr, step_ptr, rows, ring_length, WINDOW_KIND, WINDOW_BYTES, KEYS, WIDTH)
             maximum, total, mixed = _attend(query, keys, rows >= 0, maximum, total, mixed, scale)
     for start in range(0, NUM_MAIN, KEYS):
         columns = start + tl.arange(0, KEYS)
         rows = tl.load(main_rows_ptr + row * NUM_MAIN + columns, mask=columns < NUM_MAIN, other=-1)
         if tl.max(rows, 0) >= 0:
-            keys = _load_keys(main_ptr, rows, rows >= 0, MAIN_KIND, MAIN_BYTES, KEYS, WIDTH)
+            keys = load_keys(main_ptr, rows, rows >= 0, MAIN_KIND, MAIN_BYTES, KEYS, WIDTH)
             maximum, total, mixed = _attend(query, keys, rows >= 0, maximum, total, mixed, scale)
     sink = tl.load(sink_ptr + heads, mask=heads < HEADS, other=0.0)
     total += tl.exp(sink - maximum)
@@ -147,8 +147,8 @@ class SparseAttention:
             scale,
             NUM_WINDOW=window_rows.shape[1],
             NUM_MAIN=0 if main_rows is None else main_rows.shape[1],
-            WINDOW_KIND=_kind(window_record),
-            MAIN_KIND=_RAW if main_record is None else _kind(main_record),
+            WINDOW_KIND=record_kind(window_record),
+            MAIN_KIND=_RAW if main_record is None else record_kind(main_record),
             WINDOW_BYTES=window_record.num_bytes,
             MAIN_BYTES=0 if main_record is None else main_record.num_bytes,
             HEADS=num_heads,
@@ -161,7 +161,8 @@ class SparseAttention:
         return out
 
 
-def _kind(record: RecordFormat) -> int:
+def record_kind(record: RecordFormat) -> int:
+    """The compile-time kind of a record format; its name without the size tells."""
     return _KINDS[record.name.rstrip("0123456789")]
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from deepinfer.kernels.nvidia.abilities import BF16, triton_kernel
 from deepinfer.kernels.ops import MixCoefficients, Numerics
 
-_SPLITS = 16  # fixed, so that the order of summation never depends on the number of rows
-_BLOCK_ROWS = 16
+_SPLITS = 32  # fixed, so that the order of summation never depends on the number of rows
+_BLOCK_ROWS = 64
+_COEFFICIENT_ROWS = 8
 _BLOCK_COLUMNS = 128
 
 
@@ -95,7 +96,7 @@ def _coefficients_kernel(
     pre = tl.zeros((ROWS, NUM), tl.float32)
     post = tl.zeros((ROWS, NUM), tl.float32)
     mix = tl.zeros((ROWS, NUM, NUM), tl.float32)
-    for split in range(SPLITS):
+    for split in tl.static_range(SPLITS):
         place = split * num_rows + rows
         squares += tl.load(squares_ptr + place, mask=inside, other=0.0)
         row_ptr = partial_ptr + place.to(tl.int64) * OUT_BLOCK
@@ -187,7 +188,7 @@ class MixCoefficientsOf:
             ROWS=_BLOCK_ROWS,
             BLOCK=_BLOCK_COLUMNS,
         )
-        _coefficients_kernel[(triton.cdiv(num_rows, _BLOCK_ROWS),)](
+        _coefficients_kernel[(triton.cdiv(num_rows, _COEFFICIENT_ROWS),)](
             partial,
             squares,
             scale,
@@ -203,7 +204,7 @@ class MixCoefficientsOf:
             COLUMNS=columns,
             SPLITS=_SPLITS,
             ITERATIONS=num_iterations,
-            ROWS=_BLOCK_ROWS,
+            ROWS=_COEFFICIENT_ROWS,
             num_warps=1,
         )
         return MixCoefficients(pre, post, mix)

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import BF16, triton_kernel
-from deepinfer.kernels.nvidia.cache import decode_record, load_record_bytes, pack_rows, unpack_rows
+from deepinfer.kernels.nvidia.cache import pack_rows, unpack_rows
+from deepinfer.kernels.nvidia.number_formats import decode_e2m1, decode_e8m0
 from deepinfer.kernels.nvidia.select import select_largest
 from deepinfer.kernels.ops import CandidateRule, Numerics, PagedRows, Selection
 
-_INDEX = 2
 _ROW_TILE = 4
 _KEYS = 64
 _SPAN = 1024
@@ -36,22 +36,49 @@ def _load_query(
     HEAD_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Queries [WIDTH, ROWS * HEAD_BLOCK] and their weights [ROWS * HEAD_BLOCK] float32; heads beyond HEADS weigh 0."""
+    """Even and odd channels of the queries, [WIDTH / 2, N] each, and their weights [N] float32; N = ROWS * HEAD_BLOCK.
+
+    Heads beyond HEADS weigh 0.
+    """
     slots = tl.arange(0, ROWS * HEAD_BLOCK)
     heads = slots % HEAD_BLOCK
     row = tl.reshape(tl.broadcast_to(rows[:, None], (ROWS, HEAD_BLOCK)), (ROWS * HEAD_BLOCK,))
     known = tl.reshape(tl.broadcast_to(inside.to(tl.int32)[:, None], (ROWS, HEAD_BLOCK)), (ROWS * HEAD_BLOCK,))
     wanted = (known > 0) & (heads < HEADS)
     vector = row * HEADS + heads
-    channels = tl.arange(0, WIDTH)
-    query = tl.load(query_ptr + vector[None, :] * WIDTH + channels[:, None], mask=wanted[None, :], other=0.0)
-    return query, tl.load(weights_ptr + vector, mask=wanted, other=0.0).to(tl.float32)
+    place = query_ptr + vector[None, :] * WIDTH + 2 * tl.arange(0, WIDTH // 2)[:, None]
+    even = tl.load(place, mask=wanted[None, :], other=0.0)
+    odd = tl.load(place + 1, mask=wanted[None, :], other=0.0)
+    return even, odd, tl.load(weights_ptr + vector, mask=wanted, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _scores(keys, query, weights, KEYS: tl.constexpr, ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+def _load_halves(pool_ptr, offsets, known, KEYS: tl.constexpr, WIDTH: tl.constexpr):
+    """Even and odd channels (low and high nibbles) of packed keys, bf16 [KEYS, WIDTH / 2] each, exact."""
+    GROUPS: tl.constexpr = WIDTH // 32
+    groups = tl.arange(0, GROUPS)
+    place = pool_ptr + offsets[:, None, None] + 16 * groups[None, :, None] + tl.arange(0, 16)[None, None, :]
+    codes = tl.load(place, mask=known[:, None, None], other=0).to(tl.int32)
+    scale = tl.load(pool_ptr + offsets[:, None] + WIDTH // 2 + groups[None, :], mask=known[:, None], other=0)
+    factor = decode_e8m0(scale.to(tl.int32))[:, :, None]
+    even = (decode_e2m1(codes & 15) * factor).to(tl.bfloat16)
+    odd = (decode_e2m1(codes >> 4) * factor).to(tl.bfloat16)
+    return tl.reshape(even, (KEYS, WIDTH // 2)), tl.reshape(odd, (KEYS, WIDTH // 2))
+
+
+@triton.jit
+def _scores(
+    keys_even,
+    keys_odd,
+    query_even,
+    query_odd,
+    weights,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
     """bf16 scores [KEYS, ROWS]: dot products, weighted products and the sum over heads are each rounded to bf16."""
-    dots = tl.dot(keys, query).to(tl.bfloat16).to(tl.float32)
+    dots = tl.dot(keys_odd, query_odd, tl.dot(keys_even, query_even)).to(tl.bfloat16).to(tl.float32)
     products = (tl.maximum(dots, 0.0) * weights[None, :]).to(tl.bfloat16).to(tl.float32)
     return tl.sum(tl.reshape(products, (KEYS, ROWS, HEAD_BLOCK)), 2).to(tl.bfloat16)
 
@@ -68,7 +95,6 @@ def _scan_kernel(
     num_rows,
     table_stride,
     score_stride,
-    KIND: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     NUM_BYTES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -84,7 +110,9 @@ def _scan_kernel(
     first = tl.program_id(1) * SPAN
     visible = tl.load(visible_ptr + rows, mask=inside, other=0).to(tl.int32)
     if tl.max(visible, 0) > first:
-        query, weights = _load_query(query_ptr, weights_ptr, rows, inside, ROWS, HEADS, HEAD_BLOCK, WIDTH)
+        query_even, query_odd, weights = _load_query(
+            query_ptr, weights_ptr, rows, inside, ROWS, HEADS, HEAD_BLOCK, WIDTH
+        )
         last = tl.minimum(tl.program_id(0) * ROWS + ROWS, num_rows) - 1
         begin, end = tl.load(sequence_ptr + tl.program_id(0) * ROWS), tl.load(sequence_ptr + last)
         sequences = tl.load(sequence_ptr + rows, mask=inside, other=-1)
@@ -96,9 +124,8 @@ def _scan_kernel(
                 known = entries < limit
                 block = tl.load(table_ptr + sequence * table_stride + entries // PER_BLOCK, mask=known, other=0)
                 offsets = block * (PER_BLOCK * NUM_BYTES) + entries % PER_BLOCK * NUM_BYTES
-                codes, scale = load_record_bytes(pool_ptr, offsets, known, KIND, WIDTH)
-                keys = decode_record(codes, scale, KIND, KEYS, WIDTH).to(tl.bfloat16)
-                scores = _scores(keys, query, weights, KEYS, ROWS, HEAD_BLOCK)
+                keys_even, keys_odd = _load_halves(pool_ptr, offsets, known, KEYS, WIDTH)
+                scores = _scores(keys_even, keys_odd, query_even, query_odd, weights, KEYS, ROWS, HEAD_BLOCK)
                 place = score_ptr + rows[None, :] * score_stride + entries[:, None]
                 tl.store(place, scores, mask=entries[:, None] < own[None, :])
 
@@ -114,7 +141,6 @@ def _kept_kernel(
     kept_ptr,
     score_ptr,
     table_stride,
-    KIND: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     NUM_BYTES: tl.constexpr,
     NUM_KEPT: tl.constexpr,
@@ -129,7 +155,7 @@ def _kept_kernel(
     row = tl.program_id(0).to(tl.int64)
     rows = row + tl.arange(0, 1)
     visible, sequence = tl.load(visible_ptr + row), tl.load(sequence_ptr + row)
-    query, weights = _load_query(query_ptr, weights_ptr, rows, rows >= 0, 1, HEADS, HEAD_BLOCK, WIDTH)
+    query_even, query_odd, weights = _load_query(query_ptr, weights_ptr, rows, rows >= 0, 1, HEADS, HEAD_BLOCK, WIDTH)
     first = tl.program_id(1) * SPAN
     for start in range(first, tl.minimum(first + SPAN, NUM_KEPT * KEPT_SIZE), KEYS):
         slots = start + tl.arange(0, KEYS)
@@ -138,9 +164,8 @@ def _kept_kernel(
         known = (kept >= 0) & (kept + slots % KEPT_SIZE < visible)
         block = tl.load(table_ptr + sequence * table_stride + kept // PER_BLOCK, mask=known, other=0)
         offsets = block * (PER_BLOCK * NUM_BYTES) + kept % PER_BLOCK * NUM_BYTES + slots % KEPT_SIZE * NUM_BYTES
-        codes, scale = load_record_bytes(pool_ptr, offsets, known, KIND, WIDTH)
-        keys = decode_record(codes, scale, KIND, KEYS, WIDTH).to(tl.bfloat16)
-        scores = _scores(keys, query, weights, KEYS, 1, HEAD_BLOCK)
+        keys_even, keys_odd = _load_halves(pool_ptr, offsets, known, KEYS, WIDTH)
+        scores = _scores(keys_even, keys_odd, query_even, query_odd, weights, KEYS, 1, HEAD_BLOCK)
         scores = tl.where(known[:, None], scores.to(tl.float32), float("-inf"))
         place = score_ptr + row * NUM_KEPT * KEPT_SIZE + slots
         tl.store(place, tl.reshape(scores, (KEYS,)), mask=slotted)
@@ -219,7 +244,6 @@ def _scan(query: Tensor, weights: Tensor, keys: PagedRows, row_sequence: Tensor,
             num_rows,
             keys.block_table.stride(0),
             scores.stride(0),
-            KIND=_INDEX,
             PER_BLOCK=keys.entries_per_block,
             NUM_BYTES=keys.record.num_bytes,
             HEADS=num_heads,
@@ -271,7 +295,6 @@ def _select_inside(
             kept,
             scores,
             keys.block_table.stride(0),
-            KIND=_INDEX,
             PER_BLOCK=keys.entries_per_block,
             NUM_BYTES=keys.record.num_bytes,
             NUM_KEPT=kept.shape[1],

@@ -63,11 +63,9 @@ def encode_e2m1(x):
 
 @triton.jit
 def decode_e2m1(code):
-    """float32 values of 4-bit codes (int32)."""
-    exponent = (code >> 1) & 3
-    normal = (((exponent + 126) << 23) | ((code & 1) << 22)).to(tl.float32, bitcast=True)
-    size = tl.where(exponent > 0, normal, (code & 1).to(tl.float32) * 0.5)
-    return tl.where((code & 8) != 0, -size, size)
+    """float32 values of 4-bit codes (int32): the code's bits as the lowest of a float32 exponent and its mantissa."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126; subnormal codes become 0.5
 
 
 @triton.jit

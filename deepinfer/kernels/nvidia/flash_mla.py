@@ -1,0 +1,182 @@
+"""Sparse attention of FlashMLA (package sgl-flash-mla) on Hopper: 64 or 128 heads of 512.
+
+Its Hopper kernel reads bf16 rows of one pool. Here the named records of each row are unpacked side by side into a
+buffer first: the caches stay packed, 288 instead of 1024 bytes an entry, for one more pass over the keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import flash_mla
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.nvidia.abilities import BF16, VERIFIED
+from deepinfer.kernels.nvidia.attention import SparseAttention as TritonAttention
+from deepinfer.kernels.nvidia.attention import load_keys, load_window, record_kind
+from deepinfer.kernels.ops import RecordFormat
+from deepinfer.kernels.registry import Implementation
+
+PACKAGE = "sgl-flash-mla"
+_WIDTH, _HEADS, _KEY_MULTIPLE = 512, (64, 128), 128
+_BUFFER_BYTES = 1 << 30  # rows go through in pieces whose unpacked keys stay below this
+
+
+def probe() -> None:
+    """Run one small call; raises what the package raises."""
+    query = torch.ones(1, 64, _WIDTH, dtype=torch.bfloat16, device="cuda")
+    keys = torch.ones(1, 1, _WIDTH, dtype=torch.bfloat16, device="cuda")
+    numbers = torch.full((1, 1, _KEY_MULTIPLE), -1, dtype=torch.int32, device="cuda")
+    numbers[..., 0] = 0
+    result = _attend(query, keys, numbers, torch.full((64,), -torch.inf, device="cuda"), 1.0)
+    if not bool((result == 1).all()):
+        raise RuntimeError(f"attention over ones gave {float(result[0, 0, 0])} instead of 1")
+
+
+def _attend(query: Tensor, keys: Tensor, numbers: Tensor, sink: Tensor, scale: float) -> Tensor:
+    out: Tensor = flash_mla.flash_mla_sparse_fwd(
+        query, keys, numbers, scale, d_v=_WIDTH, attn_sink=sink, use_legacy=True
+    )[0]
+    return out
+
+
+@triton.jit
+def _gather_kernel(
+    ring_ptr,
+    step_ptr,
+    window_rows_ptr,
+    main_ptr,
+    main_rows_ptr,
+    keys_ptr,
+    numbers_ptr,
+    ring_length,
+    NUM_WINDOW: tl.constexpr,
+    NUM_MAIN: tl.constexpr,
+    NUM_PLACES: tl.constexpr,
+    WINDOW_KIND: tl.constexpr,
+    MAIN_KIND: tl.constexpr,
+    WINDOW_BYTES: tl.constexpr,
+    MAIN_BYTES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Unpack KEYS keys of one row: window rows in the first blocks of places, main rows behind."""
+    row = tl.program_id(0).to(tl.int64)
+    WINDOW_BLOCKS: tl.constexpr = (NUM_WINDOW + KEYS - 1) // KEYS
+    places = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
+    is_window = tl.program_id(1) < WINDOW_BLOCKS
+    columns = tl.where(is_window, places, places - WINDOW_BLOCKS * KEYS)
+    if is_window:
+        rows = tl.load(window_rows_ptr + row * NUM_WINDOW + columns, mask=columns < NUM_WINDOW, other=-1)
+        keys = load_window(ring_ptr, step_ptr, rows, ring_length, WINDOW_KIND, WINDOW_BYTES, KEYS, WIDTH)
+    else:
+        rows = tl.load(main_rows_ptr + row * NUM_MAIN + columns, mask=columns < NUM_MAIN, other=-1)
+        keys = load_keys(main_ptr, rows, rows >= 0, MAIN_KIND, MAIN_BYTES, KEYS, WIDTH)
+    own = row * NUM_PLACES + places
+    tl.store(numbers_ptr + own, tl.where(rows >= 0, own, -1).to(tl.int32))
+    target = keys_ptr + own[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(target, keys, mask=(rows >= 0)[:, None])
+
+
+@dataclass(slots=True, frozen=True)
+class SparseAttention:
+    """`ops.SparseAttention`; other heads than 64 or 128 of 512 go to Triton."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        *,
+        ring: Tensor,
+        step_records: Tensor,
+        window_rows: Tensor,
+        window_record: RecordFormat,
+        main: Tensor | None,
+        main_rows: Tensor | None,
+        main_record: RecordFormat | None,
+        sink: Tensor,
+        scale: float,
+    ) -> Tensor:
+        if query.shape[1] not in _HEADS or query.shape[2] != _WIDTH:
+            return TritonAttention()(
+                query,
+                ring=ring,
+                step_records=step_records,
+                window_rows=window_rows,
+                window_record=window_record,
+                main=main,
+                main_rows=main_rows,
+                main_record=main_record,
+                sink=sink,
+                scale=scale,
+            )
+        if main is None or main_rows is None or main_record is None:
+            main, main_rows, main_record = ring, window_rows[:, :0], window_record
+        num_places = _padded(window_rows.shape[1]) + _padded(main_rows.shape[1])
+        piece = max(1, _BUFFER_BYTES // (2 * _WIDTH * num_places))
+        parts = []
+        for start in range(0, max(1, len(query)), piece):
+            rows = slice(start, start + piece)
+            keys, numbers = _gather(
+                ring, step_records, window_rows[rows], window_record, main, main_rows[rows], main_record
+            )
+            parts.append(_attend(query[rows], keys, numbers, sink, scale) if len(keys) else query[rows])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _padded(num_keys: int) -> int:
+    return triton.cdiv(num_keys, _KEY_MULTIPLE) * _KEY_MULTIPLE
+
+
+def _gather(
+    ring: Tensor,
+    step_records: Tensor,
+    window_rows: Tensor,
+    window_record: RecordFormat,
+    main: Tensor,
+    main_rows: Tensor,
+    main_record: RecordFormat,
+) -> tuple[Tensor, Tensor]:
+    """Keys bf16 [T * places, 1, 512] and their numbers int32 [T, 1, places], -1 = no key."""
+    num_rows, num_window = window_rows.shape
+    num_places = _padded(num_window) + _padded(main_rows.shape[1])
+    keys = torch.empty(num_rows * num_places, 1, _WIDTH, dtype=torch.bfloat16, device=ring.device)
+    numbers = torch.empty(num_rows, 1, num_places, dtype=torch.int32, device=ring.device)
+    if num_rows:
+        keys_at_once = 16
+        _gather_kernel[(num_rows, num_places // keys_at_once)](
+            ring,
+            step_records,
+            window_rows.contiguous(),
+            main,
+            main_rows.contiguous(),
+            keys,
+            numbers,
+            len(ring),
+            NUM_WINDOW=num_window,
+            NUM_MAIN=main_rows.shape[1],
+            NUM_PLACES=num_places,
+            WINDOW_KIND=record_kind(window_record),
+            MAIN_KIND=record_kind(main_record),
+            WINDOW_BYTES=window_record.num_bytes,
+            MAIN_BYTES=main_record.num_bytes,
+            WIDTH=_WIDTH,
+            KEYS=keys_at_once,
+        )
+    return keys, numbers
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        op="sparse_attention",
+        build=lambda _: SparseAttention(),
+        device_types=("cuda",),
+        dtypes=BF16,
+        batch_invariant=True,
+        package=PACKAGE,
+        verified_chips=VERIFIED,
+        required_chips=("sm_90",),
+    ),
+)
