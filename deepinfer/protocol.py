@@ -74,13 +74,25 @@ class OutputFormat(_Struct, frozen=True, kw_only=True):
     continues_prefix: bool = False
 
 
+class GrammarSpec(_Struct, frozen=True, kw_only=True):
+    """What an answer has to conform to, checked and in the form for the grammar engine (`schema_check`).
+
+    `text` by `kind`: "json" a JSON Schema, "regex" a regular expression, "ebnf" a grammar with the rule `root`,
+    "tool_calls" a JSON list of the functions (`name`, `parameters`) of which exactly one has to be called.
+    """
+
+    kind: Literal["json", "regex", "ebnf", "tool_calls"]
+    text: str
+
+
 class Request(_Struct, frozen=True, kw_only=True):
     """One prompt to be answered by `num_samples` sequences.
 
     `index` is the driver's number of the first sequence; sample i of the request is sequence `index + i`.
     `first_sample` is the sample number of that first sequence: not 0 only when one sequence of several is replayed.
     `num_prompt_tokens` is fixed at first admission; a replay carries `output_token_ids` behind the prompt.
-    `sampling.seq_seed` is never None once the driver has admitted the request.
+    `sampling.seq_seed` is never None once the driver has admitted the request. `sampling.so_args` is None here: what
+    it asks for stands in `grammar`, which holds from the end of the reasoning on if the output begins inside one.
     """
 
     request_id: str
@@ -92,6 +104,7 @@ class Request(_Struct, frozen=True, kw_only=True):
     num_samples: int = 1
     output_token_ids: bytes = b""  # int32 column
     output_format: OutputFormat = OutputFormat()
+    grammar: GrammarSpec | None = None
     priority: int = 0
     cache_salt: str = ""
     stream: bool = False

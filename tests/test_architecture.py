@@ -15,9 +15,9 @@ PACKAGE = Path(__file__).parent.parent / "deepinfer"
 # Lower stands left. A module may import what stands before it, and its own room.
 ORDER = [
     "errors", "log", "metrics", "config", "protocol", "codec",
-    "kv_cache", "tokenizer", "scheduler",
+    "kv_cache", "tokenizer", "schema_check", "scheduler",
     "platforms", "kernels", "distributed",
-    "models", "sampling", "speculative",
+    "models", "structured_outputs", "sampling", "speculative",
     "runtime",
     "actors",
     "outputs", "launcher", "client", "llm", "batch_file", "cli",
@@ -31,10 +31,11 @@ _MODEL = _DEVICE | {"safetensors", "huggingface_hub"}
 _DOORS = _LOGIC | {"ray", "psutil"}
 THIRD_PARTIES = {
     **dict.fromkeys(["errors", "log", "metrics", "config", "protocol", "codec"], _GROUND),
-    **dict.fromkeys(["kv_cache", "tokenizer", "scheduler"], _LOGIC),
+    **dict.fromkeys(["kv_cache", "tokenizer", "schema_check", "scheduler"], _LOGIC),
     **dict.fromkeys(["platforms", "distributed", "sampling", "speculative", "runtime"], _DEVICE),
     "kernels": _KERNELS,
     "models": _MODEL,
+    "structured_outputs": _DEVICE | {"xgrammar"},
     "actors": _DOORS,
     **dict.fromkeys(["outputs", "client", "llm", "launcher"], _DOORS),
     "batch_file": _GROUND | {"fsspec"},
