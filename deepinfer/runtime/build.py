@@ -44,6 +44,8 @@ from deepinfer.runtime.slot_table import SlotTable
 from deepinfer.runtime.stop_checkers import make_stop_checker
 from deepinfer.scheduler.sampling_params import bad_word_ids
 from deepinfer.scheduler.step_scheduler import StepScheduler
+from deepinfer.structured_outputs.compiler import GrammarCompiler
+from deepinfer.structured_outputs.vocabulary import grammar_vocabulary
 from deepinfer.tokenizer import Tokenizer
 
 Role = Literal["prefill", "decode"]
@@ -280,6 +282,7 @@ def build_rank_engine(
         stream=platform.open_stream(f"{role}-{rank}-device"),
         sync=LocalStepSync() if groups is None else GroupStepSync(groups.sync),
         metrics=RankMetrics(recorder, role=role, num_blocks=usable),
+        compiler=GrammarCompiler(grammar_vocabulary(loaded.tokenizer, vocab_size=loaded.spec.vocab_size)),
         groups=loaded.kv_groups,
         ready=builder.ready(loaded, size),
         vocab_size=loaded.spec.vocab_size,

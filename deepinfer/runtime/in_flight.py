@@ -13,14 +13,18 @@ from deepinfer.scheduler.step_results import Prefilled
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A plan and its piece; None when the group ran no step then, because nobody had rows."""
+    """A plan and its two pieces, both None when the group ran no step then, because nobody had rows.
+
+    `start` runs the rows. `finish` draws the tokens; it is None until the masks that it needs have been built.
+    """
 
     plan: StepPlan
-    piece: Piece[StepOutput] | None
+    start: Piece[None] | None = None
+    finish: Piece[StepOutput] | None = None
 
     def is_ready(self) -> bool:
         """True when it can be read without a wait; a step that was launched is read in its turn only."""
-        return self.piece is None
+        return self.start is None
 
 
 @dataclass(slots=True)

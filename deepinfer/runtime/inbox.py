@@ -50,7 +50,7 @@ class Inbox:
             posted, self._posted = self._posted, []
         return posted
 
-    def wait(self) -> None:
-        """Return when there is a message to take or the order to stop."""
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Return when there is a message to take or the order to stop, or after `timeout_seconds`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._posted or self._stopping)
+            self._changed.wait_for(lambda: self._posted or self._stopping, timeout=timeout_seconds)

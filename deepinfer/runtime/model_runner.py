@@ -18,6 +18,7 @@ from deepinfer.sampling.logprobs import prompt_logprobs
 from deepinfer.sampling.sampler import Sampled, sample, unusable_rows
 from deepinfer.scheduler.logprob_columns import join_logprobs
 from deepinfer.scheduler.step_plan import Int32Array, SlotOutput, StepOutput, StepPlan
+from deepinfer.structured_outputs.bitmask import StepMasks
 
 
 class ModelRunner:
@@ -40,9 +41,16 @@ class ModelRunner:
         self._kernels = kernels
         self._dispatcher = dispatcher
         self._speculation = speculation
+        self._started: tuple[StepInputs, torch.Tensor] | None = None
 
-    def run_step(self, plan: StepPlan) -> StepOutput:
-        """Apply admissions and grants, run the rows, draw tokens and leave them in the table as the next input."""
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of a slot in a step."""
+        return self._table.max_drafts
+
+    def start_step(self, plan: StepPlan) -> None:
+        """Apply admissions and grants and run the rows; `finish_step` of the same plan comes next."""
+        assert self._started is None, "the step before has not been finished"
         with torch.inference_mode():
             for admission in plan.admissions:
                 self._table.admit(admission)
@@ -56,7 +64,14 @@ class ModelRunner:
                 kernels=self._kernels,
                 dispatcher=self._dispatcher,
             )
-            logits = self._model.forward(step.forward).logits
+            self._started = step, self._model.forward(step.forward).logits
+
+    def finish_step(self, plan: StepPlan, masks: StepMasks | None) -> StepOutput:
+        """Draw tokens within what `masks` allow and leave them in the table as the next input; then draft."""
+        assert self._started is not None, "the step has not been started"
+        (step, logits), self._started = self._started, None
+        with torch.inference_mode():
+            self._table.sampling.masks = None if masks is None else masks.to(self._table.device)
             output = StepOutput(plan.step_id, prompt_logprobs=self._prompt_logprobs(logits, step))
             output.slots = (*self._draw(logits, step.samples), *self._speculation.commit(logits, step, plan))
             self._speculation.draft(step, plan, output)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from deepinfer.codec import unpack
@@ -19,6 +20,7 @@ from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.log import get_logger
 from deepinfer.platforms.platform import Piece, Stream
 from deepinfer.protocol import (
+    AdmittedRequest,
     DecodeBatch,
     DecodeResult,
     KVHandle,
@@ -26,8 +28,10 @@ from deepinfer.protocol import (
     PrefillResult,
     RankLoad,
     RankReady,
+    Request,
     RequestFailure,
 )
+from deepinfer.runtime.grammar_gate import GrammarGate
 from deepinfer.runtime.idle_meter import IdleMeter
 from deepinfer.runtime.in_flight import ExportInFlight, ImportInFlight, InFlight, StepInFlight
 from deepinfer.runtime.inbox import Inbox, Posted
@@ -35,12 +39,15 @@ from deepinfer.runtime.kv_transfer import Buffer, check_handover, handover_failu
 from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.outbox import DecodeOutbox, PrefillOutbox
 from deepinfer.runtime.rank_metrics import RankMetrics
+from deepinfer.runtime.slot_masks import SlotMasks
 from deepinfer.scheduler.step_plan import StepOutput, StepPlan
 from deepinfer.scheduler.step_results import KVImport, Prefilled, StepResults
 from deepinfer.scheduler.step_scheduler import StepScheduler
+from deepinfer.structured_outputs.compiler import GrammarCompiler
 
 StepObserver = Callable[[Literal["launched", "read"], int], None]
 _MAX_STUCK_TURNS = 3
+_GRAMMAR_SECONDS = 0.005  # between two looks at a grammar that is being compiled, when there is nothing else to do
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,6 +61,7 @@ class EngineParts:
     stream: Stream
     sync: StepSync
     metrics: RankMetrics
+    compiler: GrammarCompiler
     groups: tuple[KVGroup, ...]
     ready: RankReady
     vocab_size: int
@@ -83,6 +91,8 @@ class RankEngine:
         self._prefill_outbox = PrefillOutbox(parts.rank)
         self._decode_outbox = DecodeOutbox(parts.rank)
         self._outbox = self._prefill_outbox if parts.role == "prefill" else self._decode_outbox
+        self._gate = GrammarGate(parts.compiler)
+        self._masks = SlotMasks(parts.runner.max_drafts)
         self._in_flight: deque[InFlight] = deque()
         self._idle = IdleMeter()
         self._step_id = 0
@@ -156,7 +166,7 @@ class RankEngine:
         stopping = self._inbox.stopping  # read after the messages: what was posted before `stop` is seen
         for entry in self._scheduler.next_imports():
             self._submit_import(entry)
-        has_work = self._scheduler.has_work() or bool(self._in_flight)
+        has_work = self._has_work() or bool(self._in_flight)
         plan = self._scheduler.plan(self._step_id)
         agreement = self._parts.sync.agree(
             StepProposal(has_work=has_work, num_rows=plan.num_rows, wake_id=self._wake_id, stopping=stopping)
@@ -168,8 +178,10 @@ class RankEngine:
         if launched:
             self._launch(plan)
         else:
-            self._in_flight.append(StepInFlight(plan, None))
+            self._in_flight.append(StepInFlight(plan))
         self._settle(launched=launched)
+        if not launched and self._gate.num_held:
+            self._inbox.wait(_GRAMMAR_SECONDS)
         self._check_progress(stuck=has_work and not launched and not self._in_flight and self._scheduler.has_work())
         self._load = self._read_load()
         if agreement.park:
@@ -183,17 +195,43 @@ class RankEngine:
             self._wake_id = max(self._wake_id, message.wake_id)
             if isinstance(message, PrefillBatch):
                 for request in message.requests:
-                    self._scheduler.add(request)
+                    self._add(request)
             else:
                 for admitted, buffer in zip(message.admitted, posted.buffers, strict=True):
                     if buffer is not None:
-                        self._scheduler.admit(admitted, buffer)
+                        self._admit(admitted, buffer)
             if message.aborted_indexes:
-                self._scheduler.abort(unpack(message.aborted_indexes).tolist())
+                aborted = set(unpack(message.aborted_indexes).tolist())
+                self._gate.abort(aborted)
+                self._scheduler.abort(aborted)
             failures.extend(posted.failures)
+        failures.extend(self._gate.release())
         if failures:
             self._outbox.add_failures(failures)
             self._announce()
+
+    def _add(self, request: Request) -> None:
+        if request.grammar is None:
+            self._scheduler.add(request)
+        else:
+            self._gate.hold(request, {request.index}, partial(self._scheduler.add, request))
+
+    def _admit(self, admitted: AdmittedRequest, buffer: Buffer) -> None:
+        request = admitted.request
+        if request.grammar is None:
+            self._scheduler.admit(admitted, buffer)
+            return
+        indexes = {request.index + offset for offset in unpack(admitted.sample_offsets).tolist()}
+        left = set(indexes)
+
+        def enter(grammar: object) -> None:
+            self._scheduler.admit(admitted, buffer, grammar)
+            self._scheduler.abort(indexes - left)
+
+        self._gate.hold(request, left, enter)
+
+    def _has_work(self) -> bool:
+        return self._scheduler.has_work() or self._gate.num_held > 0
 
     def _submit_import(self, entry: KVImport) -> None:
         def scatter() -> None:
@@ -207,8 +245,24 @@ class RankEngine:
 
     def _launch(self, plan: StepPlan) -> None:
         plan.num_padded_rows = 0 if plan.num_rows else 1  # a rank without rows runs one padding row with the others
-        self._in_flight.append(StepInFlight(plan, self._stream.submit(lambda: self._parts.runner.run_step(plan))))
+        self._masks.admit(plan)
+        start = self._stream.submit(lambda: self._parts.runner.start_step(plan))
+        self._in_flight.append(StepInFlight(plan, start))
         self._observe("launched", plan.step_id)
+        self._finish_launched()
+
+    def _finish_launched(self) -> None:
+        """Have the newest step draw its tokens as soon as its masks can be built; they are, while its rows run."""
+        steps = [entry for entry in self._in_flight if isinstance(entry, StepInFlight) and entry.start is not None]
+        if not steps or steps[-1].finish is not None:
+            return
+        entry = steps[-1]
+        if len(steps) > 1 and self._masks.needs_results(entry.plan):
+            return
+        masks = self._masks.build(entry.plan)
+        entry.finish = self._stream.submit(lambda: self._parts.runner.finish_step(entry.plan, masks))
+        for slot, text in self._masks.take_failures():
+            self._scheduler.fail_slot(slot, "grammar_error", text)
 
     def _settle(self, *, launched: bool) -> None:
         """Handle the oldest things in flight: until one step is left, or none when this loop is synchronous.
@@ -220,11 +274,11 @@ class RankEngine:
             self._finish_oldest()
         while self._in_flight and (self._num_steps_running() > limit or self._in_flight[0].is_ready()):
             self._finish_oldest()
-        if not self._scheduler.has_work():
+        if not self._has_work():
             self._idle.pause()
 
     def _num_steps_running(self) -> int:
-        return sum(isinstance(entry, StepInFlight) and entry.piece is not None for entry in self._in_flight)
+        return sum(isinstance(entry, StepInFlight) and entry.start is not None for entry in self._in_flight)
 
     def _finish_oldest(self) -> None:
         entry = self._in_flight.popleft()
@@ -237,11 +291,16 @@ class RankEngine:
             self._finish_export(entry)
 
     def _finish_step(self, entry: StepInFlight) -> None:
-        output = StepOutput(entry.plan.step_id) if entry.piece is None else entry.piece.result()
-        if entry.piece is not None:
-            self._record_work(entry.piece, padding=entry.plan.is_idle)
-            output.device_seconds = entry.piece.end_seconds - entry.piece.begin_seconds
+        output = StepOutput(entry.plan.step_id)
+        if entry.start is not None:
+            assert entry.finish is not None, "the oldest step waits for no results"
+            output = entry.finish.result()
+            for piece in (entry.start, entry.finish):
+                self._record_work(piece, padding=entry.plan.is_idle)
+                output.device_seconds += piece.end_seconds - piece.begin_seconds
             self._observe("read", output.step_id)
+            self._masks.take(entry.plan, output)
+            self._finish_launched()
         results = self._scheduler.apply(entry.plan, output)
         self._publish(results)
         if not entry.plan.is_idle:
@@ -311,7 +370,7 @@ class RankEngine:
         self._scheduler.check_integrity()
         seen = self._wake_id
         self._parked = True
-        while self._wake_id == seen and not self._scheduler.has_work() and not self._inbox.stopping:
+        while self._wake_id == seen and not self._has_work() and not self._inbox.stopping:
             self._inbox.wait()
             self._take_messages()
         self._parked = False
@@ -321,7 +380,7 @@ class RankEngine:
         return RankLoad(
             rank=self._parts.rank,
             step_id=self._step_id,
-            num_waiting=load.num_waiting,
+            num_waiting=load.num_waiting + self._gate.num_held,
             num_running=load.num_running,
             num_free_blocks=load.num_free_blocks,
             step_seconds=self._step_seconds,

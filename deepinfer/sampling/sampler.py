@@ -1,8 +1,9 @@
 """From logits to tokens: rules, temperature, truncation, draw, log-probabilities. One row is one position.
 
-Order for a row, in float32: raw logits (log-probabilities come from these) -> allowed ids -> logit bias and min_tokens
--> penalties -> bad words -> [greedy: arg-max, lowest id on ties] -> divide by temperature -> min_p -> top_k -> top_p ->
-draw with the noise of (seed, position). A row's bits do not depend on other rows, on its place or on the batch size.
+Order for a row, in float32: raw logits (log-probabilities come from these) -> grammar mask -> allowed ids -> logit bias
+and min_tokens -> penalties -> bad words -> [greedy: arg-max, lowest id on ties] -> divide by temperature -> min_p ->
+top_k -> top_p -> draw with the noise of (seed, position). A row's bits do not depend on other rows, on its place or
+on the batch size.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from deepinfer.sampling.logprobs import token_logprobs
 from deepinfer.sampling.noise import TOKEN_PURPOSE, derived_seeds
 from deepinfer.sampling.processors import apply_rules, truncate
 from deepinfer.sampling.state import SamplingState
+from deepinfer.structured_outputs.bitmask import mask_scores
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,10 +78,14 @@ def process(
     """Apply the rules to each row; arguments as for `sample`."""
     failed = unusable_rows(logits)
     fell_back = torch.zeros_like(failed)
-    scores = logits
+    scores = masked = logits
+    if state.masks is not None:
+        scores = masked = logits.clone()
+        mask_scores(masked, state.masks, slots=slots, positions=positions)
     if state.rules:
-        scores = logits.clone()
-        _apply_all_rules(scores, logits, fell_back, slots, positions, token_table, state)
+        scores = masked.clone()
+        _apply_all_rules(scores, masked, fell_back, slots, positions, token_table, state)
+    if scores is not logits:
         failed = failed | ~scores.amax(dim=1).isfinite()
     return Processed(scores, failed, fell_back & ~failed)
 
@@ -91,7 +97,7 @@ def unusable_rows(logits: Tensor) -> Tensor:
 
 def _apply_all_rules(
     scores: Tensor,
-    logits: Tensor,
+    masked: Tensor,
     fell_back: Tensor,
     slots: Tensor,
     positions: Tensor,
@@ -100,7 +106,8 @@ def _apply_all_rules(
 ) -> None:
     """Run each row's rules on `scores`, in place; where no id is left, start again with the allowed ids alone.
 
-    That happens when min_tokens or bad words exclude all that is allowed. Such a row is marked in `fell_back`.
+    That happens when min_tokens or bad words exclude all that is allowed. Such a row is marked in `fell_back`. What
+    a grammar allows has been applied to `masked`.
     """
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         rules = state.rules.get(slot)
@@ -109,7 +116,7 @@ def _apply_all_rules(
         apply_rules(scores[row], rules, token_table[slot, :position])
         if scores[row].amax() == -math.inf:
             fell_back[row] = True
-            scores[row] = logits[row]
+            scores[row] = masked[row]
             if rules.banned is not None:
                 scores[row].masked_fill_(rules.banned, -math.inf)
 

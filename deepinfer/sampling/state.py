@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepinfer.protocol import SamplingParams
 from deepinfer.scheduler.sampling_params import is_greedy, stop_ids
+from deepinfer.structured_outputs.bitmask import StepMasks
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,6 +40,7 @@ class SamplingState:
     `top_k` int64 (`vocab_size` or more = off), `top_p` float64 (1 = off), `log_min_p` float32 (-inf = off).
     On the host: `rules` and `num_logprobs` of the slots that have them (-1 = whole vocabulary), `truncating` and
     `drawing` = slots with top_k, top_p or min_p, and slots that are not greedy; `samples` = their sample numbers.
+    `masks` = what grammars allow in the present step.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, *, eos_token_id: int) -> None:
@@ -56,6 +58,7 @@ class SamplingState:
         self.samples: dict[int, range] = {}
         self.truncating: set[int] = set()
         self.drawing: set[int] = set()
+        self.masks: StepMasks | None = None
 
     def admit(
         self,

@@ -46,7 +46,7 @@ class DecodeLane:
         self._decoded: list[Decoded] = []
         self._failures: list[RequestFailure] = []
 
-    def admit(self, admitted: AdmittedRequest, buffer: object) -> None:
+    def admit(self, admitted: AdmittedRequest, buffer: object, grammar: object | None) -> None:
         """Queue the sequences of `admitted`; one that can never run fails with the next results."""
         request = admitted.request
         earlier = known_tokens(request)
@@ -59,7 +59,9 @@ class DecodeLane:
             token_ids = np.append(earlier, first)
             limit = token_limit(request, self._max_model_len)
             index = request.index + offset
-            sequence = DecodeSequence(index, request, sample, token_ids, len(token_ids), limit, checker)
+            sequence = DecodeSequence(
+                index, request, sample, token_ids, len(token_ids), limit, checker, grammar=grammar
+            )
             if self._cache.fits_alone(self._num_cached_after_next(sequence)):
                 self._waiting.append((sequence, admitted.kv, buffer))
             else:
@@ -81,6 +83,10 @@ class DecodeLane:
         if sequence is not None and (sequence.is_preempted or not sequence.is_ending):
             self._fail(sequence, kind, text, retryable=retryable)
             self._end(sequence)
+
+    def index_in(self, slot: int) -> int:
+        """Return the index of the sequence that has `slot`."""
+        return self._by_slot[slot].index
 
     def has_work(self) -> bool:
         """True while anything waits, runs, drains, or is to be reported."""
@@ -247,4 +253,5 @@ def _admission(sequence: DecodeSequence) -> SlotAdmission:
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
         first_sample=sequence.sample,
+        grammar=sequence.grammar,
     )

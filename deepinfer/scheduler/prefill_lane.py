@@ -36,9 +36,9 @@ class PrefillLane:
         self._by_slot: dict[int, PrefillTask] = {}
         self._failures: list[RequestFailure] = []
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, grammar: object | None) -> None:
         """Queue a request; one that can never run fails with the next results."""
-        task = PrefillTask(request, known_tokens(request))
+        task = PrefillTask(request, known_tokens(request), grammar=grammar)
         num_tokens = len(task.token_ids)
         if num_tokens >= self._max_model_len:
             text = f"{num_tokens} tokens leave no room for output: the context limit is {self._max_model_len}"
@@ -64,6 +64,10 @@ class PrefillLane:
             self._failures.append(_failure(task.request, kind, text, retryable=retryable))
             task.is_exporting = False
             self._drop(task)
+
+    def index_in(self, slot: int) -> int:
+        """Return the index of the request that has `slot`."""
+        return self._by_slot[slot].request.index
 
     def exported(self, index: int) -> None:
         """The KV of a finished request is in its buffer: free slot and blocks."""
@@ -179,6 +183,7 @@ def _admission(task: PrefillTask) -> SlotAdmission:
         sampling=request.sampling,
         first_sample=request.first_sample,
         num_samples=request.num_samples,
+        grammar=task.grammar,
     )
 
 

@@ -51,6 +51,7 @@ class PrefillTask:
     dropped: bool = False
     is_exporting: bool = False
     prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
+    grammar: object | None = None
 
     @property
     def num_remaining(self) -> int:
@@ -79,6 +80,7 @@ class DecodeSequence:
     num_in_flight: int = 0
     is_ending: bool = False
     is_preempted: bool = False
+    grammar: object | None = None
 
     @property
     def wants_a_row(self) -> bool:

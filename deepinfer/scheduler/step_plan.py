@@ -24,6 +24,7 @@ class SlotAdmission:
     `token_ids` [num_tokens] are all tokens known so far: the prompt and, behind it, output tokens. On a decode rank
     the last of them is the first row to run. `num_prompt_tokens` divides prompt and output. `num_samples` is 1 except
     on a prefill rank, whose one sequence draws the first token of `num_samples` sequences from `first_sample` on.
+    `grammar` is what the runtime made of the request's grammar.
     """
 
     slot: int
@@ -32,6 +33,7 @@ class SlotAdmission:
     sampling: SamplingParams
     first_sample: int = 0
     num_samples: int = 1
+    grammar: object | None = None
 
 
 @dataclass(slots=True, frozen=True)

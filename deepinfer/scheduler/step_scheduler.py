@@ -69,15 +69,18 @@ class StepScheduler:
         """Plans that have not been applied yet."""
         return len(self._steps_in_flight)
 
-    def add(self, request: Request) -> None:
-        """Prefill: queue a request. One that can never run fails with the next results."""
-        assert isinstance(self._lane, PrefillLane), "a decode rank runs no prompts"
-        self._lane.add(request)
+    def add(self, request: Request, grammar: object | None = None) -> None:
+        """Prefill: queue a request. One that can never run fails with the next results.
 
-    def admit(self, admitted: AdmittedRequest, buffer: object) -> None:
+        `grammar` comes back in the `SlotAdmission`s of the request.
+        """
+        assert isinstance(self._lane, PrefillLane), "a decode rank runs no prompts"
+        self._lane.add(request, grammar)
+
+    def admit(self, admitted: AdmittedRequest, buffer: object, grammar: object | None = None) -> None:
         """Decode: queue the sequences of a prefilled request; `buffer` comes back in their `KVImport`s."""
         assert isinstance(self._lane, DecodeLane), "a prefill rank decodes nothing"
-        self._lane.admit(admitted, buffer)
+        self._lane.admit(admitted, buffer, grammar)
 
     def abort(self, sequence_indexes: Iterable[int]) -> None:
         """Drop work without a result: by request index on a prefill rank, by sequence index on a decode rank."""
@@ -89,6 +92,10 @@ class StepScheduler:
         For KV that could not be gathered (then `exported` is not called) or scattered.
         """
         self._lane.fail(index, kind, text, retryable=retryable)
+
+    def fail_slot(self, slot: int, kind: str, text: str) -> None:
+        """End what has `slot` with an error, in the next results."""
+        self._lane.fail(self._lane.index_in(slot), kind, text, retryable=False)
 
     def has_work(self) -> bool:
         """True while anything waits, runs, is being exported, or is to be reported; an idle step in flight is no work.

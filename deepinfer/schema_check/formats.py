@@ -1,7 +1,8 @@
 """String formats (RFC 3339, 4291 and others) that can be enforced; some by a pattern of our own.
 
 xgrammar 0.2.9 takes a day of the month, a leap second, a leading zero or an IPv4 tail where none can stand, so those
-formats are spelled out here. Left out on purpose: leap seconds, lower-case "t" and "z", IPv6 addresses with an IPv4 tail.
+formats are spelled out here. Left out on purpose: leap seconds, lower-case "t" and "z", IPv6 addresses that end in an
+IPv4 address.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +12,35 @@ WORD_BITS = 32
 
 
 @dataclass(slots=True, frozen=True)
-class RowMasks:
-    """Masks of some rows of a step, the others are free. `rows` [n] int64 are different, `words` [n, W] int32."""
+class StepMasks:
+    """Masks for the slots of a step that have a grammar; every other slot is free.
 
-    rows: Tensor
+    `words` [n, 1 + K, W] int32: entry (i, j) is the mask of the token at position `positions[i] + j` of `slots[i]`, for
+    the row behind j drafts. `slots`, `positions` [n] int64.
+    """
+
+    slots: Tensor
+    positions: Tensor
     words: Tensor
 
-    def to(self, device: torch.device) -> RowMasks:
+    def to(self, device: torch.device) -> StepMasks:
         """Return the masks on `device`."""
-        return RowMasks(self.rows.to(device), self.words.to(device))
+        return StepMasks(self.slots.to(device), self.positions.to(device), self.words.to(device))
+
+
+def mask_scores(scores: Tensor, masks: StepMasks, *, slots: Tensor, positions: Tensor) -> None:
+    """Set `scores` [R, V] of ids that are not allowed to -inf; row r chooses the token at `positions[r]` of `slots[r]`.
+
+    A row of a slot with a grammar for which there is no mask is left without any id: it fails, it is never free.
+    """
+    belongs = slots[:, None] == masks.slots
+    rows = belongs.any(dim=1).nonzero().flatten()
+    owners = belongs[rows].to(torch.int64).argmax(dim=1)
+    places = positions[rows] - masks.positions[owners]
+    last = masks.words.shape[1] - 1
+    allowed = allowed_ids(masks.words[owners, places.clamp(0, last)], scores.shape[1])
+    allowed &= ((places >= 0) & (places <= last))[:, None]
+    scores[rows] = scores[rows].masked_fill_(~allowed, -math.inf)
 
 
 def num_words(vocab_size: int) -> int:

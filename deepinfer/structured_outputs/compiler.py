@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import xgrammar
@@ -40,19 +39,11 @@ class GrammarCompiler:
 
     The engine compiles without Python's lock, so a step goes on beside it. A compilation can't be stopped: one that is
     given up goes on in its thread, which no longer counts; when `_MAX_LOST` of them are lost nothing new is compiled.
-    `on_ready` is called from a compiling thread when there is something new to look up.
     """
 
-    def __init__(
-        self,
-        vocabulary: GrammarVocabulary,
-        *,
-        max_seconds: float = MAX_SECONDS,
-        on_ready: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, *, max_seconds: float = MAX_SECONDS) -> None:
         """Start no thread yet."""
         self.vocabulary = vocabulary
-        self.on_ready = on_ready
         self._max_seconds = max_seconds
         self._engine = xgrammar.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
         self._lock = threading.Lock()
@@ -104,7 +95,6 @@ class GrammarCompiler:
                 self._start_threads()
             else:
                 self._num_lost -= 1  # it was given up, and its thread is free after all
-        self.on_ready()
 
     def _give_up_late_ones(self) -> None:
         now = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import xgrammar
@@ -11,6 +12,19 @@ from deepinfer.structured_outputs.bitmask import num_words
 from deepinfer.structured_outputs.vocabulary import GrammarVocabulary
 
 _ALL = -1  # every bit of a word
+
+
+@dataclass(slots=True, frozen=True)
+class RequestGrammar:
+    """A request's compiled grammar; its answers begin inside the reasoning or not."""
+
+    compiled: xgrammar.CompiledGrammar
+    vocabulary: GrammarVocabulary
+    in_reasoning: bool = False
+
+    def begin(self, token_ids: Iterable[int] = ()) -> SequenceGrammar:
+        """Return the state of a new sequence behind `token_ids`, the output known so far."""
+        return SequenceGrammar(self.compiled, self.vocabulary, in_reasoning=self.in_reasoning, token_ids=token_ids)
 
 
 class SequenceGrammar:

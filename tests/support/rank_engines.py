@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from support.fake_grammars import fake_compiler
 from support.fake_model import NUM_EXPERTS, VOCAB_SIZE, FakeModel, fake_groups
 from support.processes import RankPlace
 
@@ -123,6 +124,7 @@ def build_fake_rank(
             stream=stream or load_platform("cpu").open_stream(f"{role}-{rank}"),
             sync=GroupStepSync(groups.sync) if groups else LocalStepSync(),
             metrics=RankMetrics(recorder, role=role, num_blocks={"global": num_blocks - 1}),
+            compiler=fake_compiler(VOCAB_SIZE),
             groups=kv_groups,
             ready=_ready(role, rank, blocks, max_running + 1, layout_digest(kv_groups)),
             vocab_size=VOCAB_SIZE,
