@@ -30,7 +30,7 @@ class _Struct(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 
 
 class SamplingParams(_Struct, frozen=True, kw_only=True):
-    """How one request's tokens are chosen and when it ends. Ranges and meanings: `scheduler/sampling_params.py` checks them.
+    """How one request's tokens are chosen and when it ends. `scheduler/sampling_params.py` checks ranges and meanings.
 
     `logprobs`/`prompt_logprobs`: number of alternatives beside the chosen token, -1 for the whole vocabulary.
     `seq_seed`: 0 <= seed < 2**63; None draws one at admission and reports it. `top_k`: 0 or -1 is off.
