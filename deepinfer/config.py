@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import yaml
@@ -350,6 +350,7 @@ def _assign(tree: dict[str, Any], path: str, value: Any) -> None:
 
 def _convert(tree: dict[str, Any]) -> ClusterConfig:
     _refuse_unknown(tree, ClusterConfig, "")
+    _spell_off(tree, ClusterConfig)
     try:
         return msgspec.convert(tree, ClusterConfig)
     except msgspec.ValidationError as error:
@@ -369,6 +370,16 @@ def _refuse_unknown(tree: dict[str, Any], struct: type[msgspec.Struct], prefix: 
             if not isinstance(value, dict):
                 raise ConfigError(f"must be a section with fields, not {value!r}", path=path)
             _refuse_unknown(value, kind, f"{path}.")
+
+
+def _spell_off(tree: dict[str, Any], struct: type[msgspec.Struct]) -> None:
+    """Where an option has the value "off", mean it: YAML reads the bare word as false."""
+    for field in msgspec.structs.fields(struct):
+        value = tree.get(field.name)
+        if isinstance(value, dict) and isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            _spell_off(value, field.type)
+        elif value is False and "off" in get_args(field.type):
+            tree[field.name] = "off"
 
 
 def _check(config: ClusterConfig, sources: Mapping[str, str]) -> None:

@@ -104,6 +104,15 @@ def test_variables_of_prompts_and_determinism() -> None:
     assert ClusterConfig().model.prefill_truncation == "compact"
 
 
+def test_off_is_a_word_where_it_is_a_value(tmp_path: Path) -> None:
+    """YAML reads a bare `off` as false."""
+    assert load_config(settings=["model.prefill_truncation=off"], environ={}).config.model.prefill_truncation == "off"
+    file = _write(tmp_path, "model: {prefill_truncation: off}\nray: {dashboard: off}\n")
+    config = load_config(file, environ={}).config
+    assert (config.model.prefill_truncation, config.ray.dashboard) == ("off", False)
+    assert "model.prefill_truncation: Expected `str`, got `bool`" in _message(settings=["model.prefill_truncation=on"])
+
+
 def test_bad_settings() -> None:
     assert "must look like section.field=value" in _message(settings=["decode.ranks"])
     assert "decode.rank: unknown key" in _message(settings=["decode.rank=1"])
