@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.op_cases import CHECKS, Bench, released, small
+from support.op_cases import CHECKS, Bench, check_batch_invariance, released, small
 
 from deepinfer.kernels.ops import REFERENCE_NUMERICS
 from deepinfer.kernels.registry import KernelSet, backend_names, load_backend, op_names, select_kernels
@@ -45,3 +45,8 @@ def test_released_shapes(name: str, check: str) -> None:
 @pytest.mark.parametrize("backend", backend_names("nvidia"))
 def test_every_backend_can_be_used(backend: str) -> None:
     assert load_backend(backend, "cuda").fault is None
+
+
+@pytest.mark.parametrize("name", ["batch_invariant", "triton"])
+def test_rows_do_not_depend_on_their_batch(name: str) -> None:
+    check_batch_invariance(Bench(kernel_set(name), released(300), torch.device("cuda"), seed=3))

@@ -327,6 +327,12 @@ def check_index_select(bench: Bench) -> None:
     entries, _ = run_index(bench, bench.kernels, tied, None, None)
     lowest = torch.arange(bench.sizes.selected, device=bench.device).expand_as(entries)
     same(entries, torch.where(lowest < tied.visible.unsqueeze(1), lowest, -1))
+    tied.visible.zero_()
+    entries, kept = run_index(bench, bench.kernels, tied, None, rule)
+    assert kept is not None
+    assert (entries == -1).all(), "padding rows select nothing"
+    assert (kept == -1).all(), "padding rows keep nothing"
+    assert (run_index(bench, bench.kernels, tied, kept, rule)[0] == -1).all()
 
 
 def check_attention(bench: Bench) -> None:
@@ -367,6 +373,40 @@ def check_sampling(bench: Bench) -> None:
     one = torch.full((1, vocabulary), -torch.inf, device=bench.device)
     one[0, vocabulary - 1] = 0.0
     assert int(bench.kernels.gumbel_argmax(one, seeds[:1], positions[:1], purpose=0)) == vocabulary - 1
+
+
+def check_batch_invariance(bench: Bench) -> None:
+    """The first rows have the same bits alone, in a few, and in all rows."""
+    sizes, kernels = bench.sizes, bench.kernels
+    x, streams = bench.normal(sizes.rows, sizes.hidden), bench.normal(sizes.rows, 4, sizes.hidden)
+    weight = kernels.linear.prepare(bench.normal(sizes.experts, sizes.hidden))
+    quantised = kernels.quantized_linear.prepare(*fp8_matrix(bench, sizes.expert_width, sizes.hidden))
+    matrix = fp8_matrix(bench, sizes.groups * 64, sizes.group_width)
+    grouped = kernels.grouped_linear.prepare(*matrix, num_groups=sizes.groups)
+    y = bench.normal(sizes.rows, sizes.groups, sizes.group_width)
+    function = bench.normal(24, 4 * sizes.hidden, dtype=torch.float32, scale=(4 * sizes.hidden) ** -0.5)
+    scale, base = torch.ones(3, device=bench.device), bench.normal(24, dtype=torch.float32)
+    experts = kernels.expert_mlp.prepare(*fp4_experts(bench, 2))
+    factor = bench.normal(sizes.rows, dtype=torch.float32)
+
+    def results(num_rows: int) -> list[Tensor]:
+        rows = slice(0, num_rows)
+        mixes = kernels.mix_coefficients(
+            streams[rows], function, scale, base, epsilon=1e-20, mix_epsilon=1e-6, num_iterations=20
+        )
+        counts = torch.tensor([0, num_rows], device=bench.device)
+        return [
+            kernels.linear(x[rows], weight, out_dtype=torch.float32),
+            kernels.quantized_linear(x[rows], quantised),
+            kernels.grouped_linear(y[rows], grouped),
+            mixes.mix,
+            kernels.expert_mlp(x[rows], factor[rows], counts, experts, limit=10.0),
+        ]
+
+    whole = results(sizes.rows)
+    for num_rows in (1, 3, sizes.rows // 2):
+        for part, full in zip(results(num_rows), whole, strict=True):
+            same(part, full[:num_rows])
 
 
 CHECKS: dict[str, Check] = {

@@ -154,9 +154,9 @@ class SparseAttention:
             HEADS=num_heads,
             WIDTH=width,
             HEAD_BLOCK=head_block,
-            KEYS=32,
+            KEYS=64,
             num_warps=8 if width * head_block > 8192 else 4,
-            num_stages=2,
+            num_stages=1,
         )
         return out
 

@@ -164,6 +164,7 @@ def _gather(
             MAIN_BYTES=main_record.num_bytes,
             WIDTH=_WIDTH,
             KEYS=keys_at_once,
+            num_warps=2,
         )
     return keys, numbers
 

@@ -20,7 +20,7 @@ from deepinfer.kernels.nvidia.select import select_largest
 from deepinfer.kernels.ops import CandidateRule, Numerics, PagedRows, Selection
 
 _ROW_TILE = 4
-_KEYS = 64
+_KEYS = 128
 _SPAN = 1024
 _SCORE_BYTES = 1 << 30  # rows go through in pieces whose scores stay below this
 

@@ -57,12 +57,18 @@ def _select_kernel(score_ptr, limit_ptr, out_ptr, score_stride, NUM: tl.constexp
     for start in range(0, limit, BLOCK):
         entries = start + tl.arange(0, BLOCK)
         keys = _keys(score_ptr, entries, entries < limit)
-        equal = ((keys == threshold) & (keys > 0)).to(tl.int32)
-        taken = (keys > threshold) | ((equal > 0) & (ties + tl.cumsum(equal, 0) <= num_ties))
-        place = written + tl.cumsum(taken.to(tl.int32), 0) - 1
+        equal = (keys == threshold) & (keys > 0)
+        # one running count of both kinds: larger keys in the lower half of the word, equal ones in the upper
+        both = tl.where(keys > threshold, 1, tl.where(equal, 0x10000, 0))
+        counts = tl.cumsum(both, 0)
+        larger, ties_here = counts & 0xFFFF, ties + (counts >> 16)
+        taken = (keys > threshold) | (equal & (ties_here <= num_ties))
+        place = written + larger + tl.minimum(ties_here, num_ties) - 1
         tl.store(out_ptr + row * NUM + place, entries.to(tl.int64), mask=taken)
-        written += tl.sum(taken.to(tl.int32), 0)
-        ties += tl.sum(equal, 0)
+        total = tl.sum(both, 0)
+        written += total & 0xFFFF
+        ties += total >> 16
+    written += tl.minimum(ties, num_ties)
     for start in range(0, NUM, BLOCK):
         place = start + tl.arange(0, BLOCK)
         empty = tl.full((BLOCK,), -1, tl.int64)
