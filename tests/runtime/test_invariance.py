@@ -91,6 +91,11 @@ def test_chunks(directory: Path, alone: dict[int, Bits], max_tokens_per_step: in
     assert answers(directory, requests, f"prefill.max_tokens_per_step={max_tokens_per_step}") == alone
 
 
+def test_drafts(directory: Path, alone: dict[int, Bits]) -> None:
+    """`alone` drafts five tokens, as is the default."""
+    assert answers(directory, watched(), "speculative.max_draft_tokens=0") == alone
+
+
 def test_forced_preemption(directory: Path) -> None:
     """Cache for one longest sequence: what a preempted one has produced runs again with its prompt."""
     requests = watched((30, 31, 33, 34), num_tokens=17)
