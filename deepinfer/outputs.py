@@ -27,7 +27,8 @@ class Row:
     """One request of a run. Exactly one of `prompt` (text or token ids) and `messages` is set.
 
     `tag` is the caller's own number and comes back with the result; it need not be unique. A text prompt gets BOS in
-    front, token ids are taken as they are. `chat` says how `messages` are read and means nothing for a prompt.
+    front, token ids are taken as they are. `chat` says how `messages` are read; only its `response_format` holds for a
+    prompt too.
     """
 
     tag: int

@@ -72,6 +72,7 @@ _SAME_NAME = (
     "repetition_penalty",
     "min_tokens",
     "ignore_eos",
+    "so_args",
 )
 
 
@@ -108,7 +109,8 @@ def check_fields(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
         if not is_good(value):
             raise invalid(name, f"must be {expected}, not {shown(value)}")
         present[name] = value
-    _refuse_unavailable(present)
+    if present.get("stream"):
+        raise invalid("stream", "must be false or left out: a batch file has no streams")
     return present
 
 
@@ -154,22 +156,6 @@ def _unknown(name: str, endpoint: Endpoint) -> RequestError:
     close = difflib.get_close_matches(name, FIELDS[endpoint], n=1)
     hint = f"; did you mean {close[0]}?" if close else "; leave it out"
     return RequestError(f"{shown(name)} is no field of {endpoint}{hint}", code="unknown_field", param=name)
-
-
-def _refuse_unavailable(present: Mapping[str, Any]) -> None:
-    if present.get("stream"):
-        raise invalid("stream", "must be false or left out: a batch file has no streams")
-    if "so_args" in present:
-        raise _not_available("so_args", "structured output")
-    if present.get("response_format", {"type": "text"}) != {"type": "text"}:
-        raise _not_available("response_format", "structured output")
-    choice = present.get("tool_choice")
-    if choice == "required" or isinstance(choice, dict):
-        raise _not_available("tool_choice", "a forced tool call")
-
-
-def _not_available(name: str, what: str) -> RequestError:
-    return RequestError(f"{name}: {what} is not available yet; leave it out", code="not_available", param=name)
 
 
 def _max_tokens(present: Mapping[str, Any], endpoint: Endpoint) -> int:

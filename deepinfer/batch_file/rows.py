@@ -80,7 +80,8 @@ def build_row(fields: Mapping[str, Any], tag: int) -> BatchRow:
     if endpoint == CHAT:
         row = Row(tag=tag, messages=_messages(present), chat=_chat_options(present), params=params)
     else:
-        row = Row(tag=tag, prompt=_prompt(present), params=params)
+        options = ChatOptions(response_format=present.get("response_format"))
+        row = Row(tag=tag, prompt=_prompt(present), chat=options, params=params)
     return BatchRow(custom_id, endpoint, row, frozenset(present))
 
 
@@ -97,6 +98,7 @@ def _chat_options(present: Mapping[str, Any]) -> ChatOptions:
         reasoning_effort=present.get("reasoning_effort"),
         tools=present.get("tools"),
         tool_choice=present.get("tool_choice"),
+        response_format=present.get("response_format"),
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from deepinfer.cli.options import Address, Cluster, Model, Settings, Verbose, log_level, read_config
+from deepinfer.errors import ConfigError
 from deepinfer.llm import LLM
 from deepinfer.log import set_up_logging
 from deepinfer.outputs import ChatOptions, Row
@@ -31,6 +33,15 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="Stop string; repeatable.", show_default=False)
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option("--json-schema", help="File with a JSON Schema for the answer.", show_default=False)
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option("--regex", help="Regular expression for the whole answer.", show_default=False)
+    ] = None,
+    ebnf: Annotated[
+        Path | None, typer.Option("--ebnf", help="File with a grammar for the answer, rule root.", show_default=False)
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same answer.", show_default=False)] = None,
     cluster: Cluster = None,
     address: Address = None,
@@ -51,6 +62,7 @@ def generate(
         min_p=min_p,
         stop=tuple(stop or ()),
         seq_seed=seed,
+        so_args=_so_args(json_schema, regex, ebnf),
     )
     with LLM(cluster=config) as llm:
         for prompt in prompts:
@@ -75,3 +87,25 @@ def _print_answer(pieces: Iterator[OutputDelta]) -> None:
                 print(file=sys.stderr, flush=True)
             print(piece.content, end="", flush=True)
     print(flush=True)
+
+
+def _so_args(json_schema: Path | None, regex: str | None, ebnf: Path | None) -> dict[str, Any] | None:
+    given = [
+        {"schema_type": kind, "schema": value if isinstance(value, str) else _read(value, option)}
+        for kind, option, value in (
+            ("json", "--json-schema", json_schema),
+            ("regex", "--regex", regex),
+            ("ebnf", "--ebnf", ebnf),
+        )
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ConfigError("only one of them can hold for an answer", path="--json-schema, --regex, --ebnf")
+    return given[0] if given else None
+
+
+def _read(file: Path, option: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read {file}: {error}", path=option) from error

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from deepinfer.client.answer_grammar import answer_grammar
 from deepinfer.codec import pack
 from deepinfer.errors import RequestError
 from deepinfer.outputs import Row
@@ -45,11 +46,13 @@ class RequestMaker:
         ids = self._prompt_ids(row.prompt) if chat is None else chat.token_ids
         params = self._bounded(params, len(ids))
         self._check_logprobs(params, len(ids))
+        grammar = answer_grammar(row, chat)
         request = Request(
             request_id=request_id,
             prompt_token_ids=pack(ids),
             num_prompt_tokens=len(ids),
-            sampling=params,
+            sampling=msgspec.structs.replace(params, so_args=None),
+            grammar=grammar,
             num_samples=params.n,
             output_format=OutputFormat() if chat is None else chat.output_format,
             stream=stream,

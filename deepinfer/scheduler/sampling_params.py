@@ -52,12 +52,9 @@ def check_sampling(params: SamplingParams, *, vocab_size: int, max_logprobs: int
     """Return `params` with plain Python types (a lone stop string becomes a tuple of one), every rule checked.
 
     `max_logprobs` limits `logprobs` and `prompt_logprobs`; None allows up to the vocabulary. -1 there counts as the
-    whole vocabulary. Raises RequestError with `param` = the field, and a message with the field, value and range.
+    whole vocabulary. `so_args` is left to `schema_check`. Raises RequestError with `param` = the field, and a message
+    with the field, value and range.
     """
-    if params.so_args is not None:
-        raise RequestError(
-            "so_args: structured output is not available yet; leave it out", code="not_available", param="so_args"
-        )
     fields: dict[str, object] = {}
     for name, (low, high) in _FLOAT_RANGES.items():
         fields[name] = _number(name, getattr(params, name), low, high)

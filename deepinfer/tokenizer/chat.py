@@ -34,12 +34,16 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class EncodedChat(msgspec.Struct, frozen=True):
-    """A chat as a prompt. `output_format` and `tools` are what `OutputParser` needs to read the answer."""
+    """A chat as a prompt. `output_format` and `tools` are what `OutputParser` needs to read the answer.
+
+    One of `forced_tools` has to be called, unless there are none; nothing here makes the model do so.
+    """
 
     token_ids: list[int]
     output_format: OutputFormat
     text: str
     tools: tuple[ToolSchema, ...]
+    forced_tools: tuple[ToolSchema, ...] = ()
 
 
 def encode_chat(
@@ -66,7 +70,8 @@ def encode_chat(
     if not isinstance(thinking, bool):
         raise invalid("thinking", f"is {thinking!r}; use true or false")
     thinking = thinking and effort != "none"
-    uses_tools = _check_tool_choice(tool_choice) and bool(parsed_tools)
+    forced = _forced_tools(tool_choice, parsed_tools)
+    uses_tools = tool_choice != "none" and bool(parsed_tools)
     declared = parsed_tools if uses_tools else ()
     if history[-1].task is not None and thinking:
         raise invalid(f"messages[{len(history) - 1}].task", "needs thinking switched off")
@@ -89,6 +94,7 @@ def encode_chat(
         ),
         text="".join(segment.text for segment in segments),
         tools=declared,
+        forced_tools=forced,
     )
 
 
@@ -121,19 +127,23 @@ def _check_effort(effort: object) -> str | int:
     raise invalid("reasoning_effort", f"is {effort!r}; use {', '.join(_EFFORTS)}, none or an integer 1 to 100")
 
 
-def _check_tool_choice(choice: object) -> bool:
-    """Whether the model may call tools."""
-    if choice is None or choice == "auto":
-        return True
-    if choice == "none":
-        return False
-    if choice == "required" or isinstance(choice, dict):
-        raise RequestError(
-            "tool_choice: forced tool calls are not available; use 'auto' or 'none'",
-            code="not_available",
-            param="tool_choice",
-        )
-    raise invalid("tool_choice", f"is {choice!r}; use 'auto' or 'none'")
+def _forced_tools(choice: object, tools: tuple[ToolSchema, ...]) -> tuple[ToolSchema, ...]:
+    """The tools of which one has to be called; none if the model may choose or has no choice."""
+    if choice is None or choice in ("auto", "none"):
+        return ()
+    if choice == "required":
+        if not tools:
+            raise invalid("tool_choice", "is 'required' but no tools are declared")
+        return tools
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name is None:
+        known = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
+        raise invalid("tool_choice", f"is {choice!r}; use {known}")
+    named = tuple(tool for tool in tools if tool.name == name)
+    if not named:
+        raise invalid("tool_choice.function.name", f"is {name!r}, which is no declared tool")
+    return named
 
 
 def _check_response_format(response_format: object) -> object:

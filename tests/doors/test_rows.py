@@ -119,18 +119,13 @@ def test_a_bad_field_is_named(body: dict[str, Any], url: str, param: str, words:
     assert param in str(error)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"so_args": {"schema_type": "regex", "schema": "a"}}, "so_args"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-    ],
-)
-def test_what_is_not_built_yet_is_said(fields: dict[str, Any], param: str) -> None:
-    error = _refusal({"messages": MESSAGES} | fields, CHAT)
-    assert (error.code, error.param) == ("not_available", param)
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+def test_structured_output_is_passed_on_by_both_endpoints(url: str) -> None:
+    so_args, response_format = {"schema_type": "regex", "schema": "a"}, {"type": "json_object"}
+    body = {"messages": MESSAGES} if url == CHAT else {"prompt": "x"}
+    row = _build({**body, "so_args": so_args, "response_format": response_format}, url).row
+    assert row.params.so_args == so_args
+    assert row.chat.response_format == response_format
 
 
 def test_parameter_names_are_given_back_in_the_words_of_the_body() -> None:
