@@ -10,7 +10,6 @@ rank that has seen it keeps the group awake until the rank with the work has too
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +79,7 @@ class BatchScheduler:
         self._is_lost: dict[Role, bool] = {"prefill": False, "decode": False}
         self._wake_ids: dict[Role, int] = {"prefill": 0, "decode": 0}
         self._next_batch_id = 0
+        self._is_draining = False
 
     # Jobs
 
@@ -131,6 +131,10 @@ class BatchScheduler:
         job = self._book.jobs.get(job_id)
         return self._config.max_in_flight - (len(job.requests) if job is not None else 0)
 
+    def drain(self) -> None:
+        """Start nothing more; what has been started goes on to its end."""
+        self._is_draining = True
+
     def counts(self) -> SchedulerCounts:
         """Return the present counts, for status and metrics."""
         return self._book.counts()
@@ -179,13 +183,9 @@ class BatchScheduler:
     def _start_waiting(self) -> dict[int, list[Trip]]:
         """Start waiting trips in order while there is room; returns them by prefill rank."""
         started: defaultdict[int, list[Trip]] = defaultdict(list)
-        while self._book.waiting:
-            trip = self._book.trips.get(self._book.waiting[0][1])
-            if trip is not None and trip.phase is Phase.WAITING:
-                if not self._start(trip):
-                    break
-                started[trip.prefill_rank].append(trip)
-            heapq.heappop(self._book.waiting)
+        while not self._is_draining and (trip := self._book.next_waiting()) is not None and self._start(trip):
+            self._book.pop_waiting()
+            started[trip.prefill_rank].append(trip)
         return started
 
     def _start(self, trip: Trip) -> bool:

@@ -47,7 +47,9 @@ class RequestBook:
         self.jobs: dict[str, Job] = {}
         self.samples: dict[int, SampleState] = {}  # every unfinished sequence, by index
         self.trips: dict[int, Trip] = {}  # trips that are not decoding yet, by the index of their request
-        self.waiting: list[tuple[int, int]] = []  # heap of (-priority, index); entries of ended trips are skipped
+        # heap of (-priority, turn, index); entries of ended trips are skipped
+        self.waiting: list[tuple[int, int, int]] = []
+        self._turn = 0  # of the request that was started last
         self.aborts: Mapping[Role, defaultdict[int, list[int]]] = {  # per rank: indexes that it shall drop
             "prefill": defaultdict(list),
             "decode": defaultdict(list),
@@ -66,21 +68,42 @@ class RequestBook:
         )
 
     def add(self, job_id: str, request: Request) -> None:
-        """Enter a new request, numbering its sequences."""
+        """Enter a new request, numbering its sequences.
+
+        Jobs take turns: a job's requests have turns that follow each other, from the turn on that is being served. So
+        of equal priority one request of each job is started, then the next of each, however many a job has sent.
+        """
+        job = self.jobs[job_id]
+        turn = max(job.next_turn, self._turn)
+        job.next_turn = turn + 1
         request = msgspec.structs.replace(request, index=self._next_index)
         self._next_index += request.num_samples
-        owner = RequestState(job_id, request, set(range(request.index, self._next_index)))
-        self.jobs[job_id].requests[request.request_id] = owner
+        owner = RequestState(job_id, request, set(range(request.index, self._next_index)), turn)
+        job.requests[request.request_id] = owner
         trip = Trip(request, num_attempts=1)
         for sample in range(request.num_samples):
             index = request.index + sample
             self.samples[index] = SampleState(index, sample, owner, trip)
-        self.enqueue(trip)
+        self.enqueue(trip, turn)
 
-    def enqueue(self, trip: Trip) -> None:
-        """Let a new trip wait for its turn: by priority, then by age."""
+    def enqueue(self, trip: Trip, turn: int) -> None:
+        """Let a new trip wait: by priority, then by turn, then by age."""
         self.trips[trip.request.index] = trip
-        heapq.heappush(self.waiting, (-trip.request.priority, trip.request.index))
+        heapq.heappush(self.waiting, (-trip.request.priority, turn, trip.request.index))
+
+    def next_waiting(self) -> Trip | None:
+        """Return the trip that is to be started next; it stays in line until `pop_waiting`."""
+        while self.waiting:
+            trip = self.trips.get(self.waiting[0][2])
+            if trip is not None and trip.phase is Phase.WAITING:
+                return trip
+            heapq.heappop(self.waiting)
+        return None
+
+    def pop_waiting(self) -> None:
+        """Take the first trip out of the line: it has been started."""
+        _, turn, _ = heapq.heappop(self.waiting)
+        self._turn = max(self._turn, turn)
 
     def finish(self, sample: SampleState, code: FinishCode) -> None:
         """A sequence has ended: put out its output; with the last one its request is forgotten."""
@@ -141,14 +164,14 @@ class RequestBook:
         for sample in samples:
             self._leave_trip(sample)
             sample.trip = again
-        self.enqueue(again)
+        self.enqueue(again, samples[0].owner.turn)
 
     def replay(self, sample: SampleState, num_attempts: int) -> None:
         """Send a sequence with its output so far on a trip of its own."""
         self.totals.num_replayed += 1
         self._leave_trip(sample)
         sample.trip = Trip(sample.replay_request(), num_attempts)
-        self.enqueue(sample.trip)
+        self.enqueue(sample.trip, sample.owner.turn)
 
     def _end_before_decode(self, trip: Trip) -> None:
         """Take a trip that is not decoding out of the books; again, or for a decoding one, does nothing."""

@@ -22,11 +22,15 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A user's request until all its samples have ended. `open_indexes`: sequences that have not."""
+    """A user's request until all its samples have ended.
+
+    `open_indexes`: sequences that have not. `turn`: its place among requests of equal priority, also when replayed.
+    """
 
     job_id: str
     request: Request
     open_indexes: set[int]
+    turn: int
     prompt_logprobs: LogprobColumns | None = None
     num_cached_tokens: int = 0
     num_logprob_bytes: int = 0
@@ -123,8 +127,12 @@ class SampleState:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One client: unfinished requests by id, outputs not fetched yet, sequences with streamed tokens not sent yet."""
+    """One client: unfinished requests by id, outputs not fetched yet, sequences with streamed tokens not sent yet.
 
+    `next_turn`: the turn of its next request; see `RequestBook.add`.
+    """
+
+    next_turn: int = 0
     requests: dict[str, RequestState] = field(default_factory=dict)
     outputs: list[RequestOutput] = field(default_factory=list)
     unsent: dict[int, SampleState] = field(default_factory=dict)
