@@ -27,16 +27,18 @@ from deepinfer.metrics import Recorder
 from deepinfer.models.deepseek_v41.weights import model_digest
 from deepinfer.models.model_spec import Model, ModelSpec
 from deepinfer.models.registry import load_spec
-from deepinfer.platforms.platform import Platform, load_platform
+from deepinfer.platforms.platform import Platform, Stream, load_platform
 from deepinfer.protocol import RankReady, SamplingParams
 from deepinfer.runtime.build_drafts import (
     MakeDrafter,
+    build_planner,
     build_speculation,
     draft_bytes_per_slot,
     draft_use,
     num_draft_tokens,
 )
 from deepinfer.runtime.device_memory import CacheSize, cache_budget, size_caches
+from deepinfer.runtime.measure_costs import Room
 from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.rank_engine import EngineParts, RankEngine, StepObserver
 from deepinfer.runtime.rank_metrics import RankMetrics
@@ -44,6 +46,7 @@ from deepinfer.runtime.slot_table import SlotTable
 from deepinfer.runtime.stop_checkers import make_stop_checker
 from deepinfer.scheduler.sampling_params import bad_word_ids
 from deepinfer.scheduler.step_scheduler import StepScheduler
+from deepinfer.speculative.verify_planner import VerifyPlanner
 from deepinfer.structured_outputs.compiler import GrammarCompiler
 from deepinfer.structured_outputs.vocabulary import grammar_vocabulary
 from deepinfer.tokenizer import Tokenizer
@@ -210,6 +213,32 @@ class _Builder:
     def _num_decode_drafts(self, loaded: _Loaded) -> int:
         return loaded.num_drafts if self.role == "decode" else 0
 
+    def planner(
+        self, loaded: _Loaded, size: CacheSize, runner: ModelRunner, stream: Stream, groups: ProcessGroups | None
+    ) -> VerifyPlanner | None:
+        """What varies the number of drafts; None: every step verifies as many as it can."""
+        num_drafts = self._num_decode_drafts(loaded)
+        if not self.config.speculative.varlen or num_drafts == 0:
+            return None
+        with self.phase("measuring step costs"):
+            return build_planner(
+                Path(self.config.cache_dir),
+                runner,
+                stream,
+                Room(loaded.kv_groups, size.num_blocks, self.max_running, loaded.max_model_len),
+                max_drafts=num_drafts,
+                groups=groups,
+                key={
+                    "version": __version__,
+                    "model": loaded.digest,
+                    "ranks": self.num_ranks,
+                    "device": f"{self.platform.device} {self.platform.memory_info().total_bytes}",
+                    "processor": f"{host.machine()} {os.cpu_count()}",
+                    "kernels": loaded.kernels.describe(),
+                    "numerics": repr(loaded.kernels.numerics),
+                },
+            )
+
     def scheduler(self, loaded: _Loaded, size: CacheSize) -> StepScheduler:
         """The rank's own scheduler."""
         make_checker = partial(
@@ -273,16 +302,18 @@ def build_rank_engine(
     with builder.phase("allocating caches"):
         size = builder.size(loaded)
         runner = builder.runner(loaded, size, groups, make_drafter)
+    stream = platform.open_stream(f"{role}-{rank}-device")
     usable = {name: count - 1 for name, count in size.num_blocks.items()}
     parts = EngineParts(
         role=role,
         rank=rank,
         scheduler=builder.scheduler(loaded, size),
         runner=runner,
-        stream=platform.open_stream(f"{role}-{rank}-device"),
+        stream=stream,
         sync=LocalStepSync() if groups is None else GroupStepSync(groups.sync),
         metrics=RankMetrics(recorder, role=role, num_blocks=usable),
         compiler=GrammarCompiler(grammar_vocabulary(loaded.tokenizer, vocab_size=loaded.spec.vocab_size)),
+        planner=builder.planner(loaded, size, runner, stream, groups),
         groups=loaded.kv_groups,
         ready=builder.ready(loaded, size),
         vocab_size=loaded.spec.vocab_size,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from deepinfer.config import SpeculativeConfig
 from deepinfer.distributed.local_dispatcher import LocalDispatcher
@@ -13,11 +16,16 @@ from deepinfer.distributed.torch_dispatcher import TorchDispatcher
 from deepinfer.errors import ConfigError
 from deepinfer.log import get_logger
 from deepinfer.models.model_spec import DraftNetwork, DraftUse, ModelSpec
+from deepinfer.platforms.platform import Stream
+from deepinfer.runtime.measure_costs import Room, measure_costs
+from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.slot_table import SlotTable
 from deepinfer.runtime.speculation import Speculation
 from deepinfer.sampling.noise import DRAFT_PURPOSE, TOKEN_PURPOSE
+from deepinfer.speculative.cost_table import read_table, table_path, write_table
 from deepinfer.speculative.drafter import ChainDrafter, Drafter
 from deepinfer.speculative.verifier import RejectionVerifier, SharedNoiseVerifier
+from deepinfer.speculative.verify_planner import VerifyPlanner
 
 MakeDrafter = Callable[[SlotTable], Drafter]
 _BYTES = 4  # of a float32
@@ -84,3 +92,29 @@ def build_speculation(
             keeps_scores=is_rejection,
         )
     return Speculation(table, drafter=drafter, verifier=verifier)
+
+
+def build_planner(
+    cache_dir: Path,
+    runner: ModelRunner,
+    stream: Stream,
+    room: Room,
+    *,
+    max_drafts: int,
+    groups: ProcessGroups | None,
+    key: Mapping[str, object],
+) -> VerifyPlanner:
+    """Return what gives each step its draft budget, with the costs kept under `key` or measured now.
+
+    A collective: if the costs are not kept on some rank's host, all ranks measure.
+    """
+    path = table_path(cache_dir, {**key, "max_drafts": max_drafts, "max_running": room.max_running})
+    table = read_table(path)
+    is_known = table is not None
+    if groups is not None:
+        is_known = bool(groups.sync.all_gather(torch.tensor([int(is_known)])).all())
+    if table is None or not is_known:
+        table = measure_costs(runner, stream, room, max_drafts=max_drafts)
+        write_table(path, table)
+        _LOGGER.info("measured the costs of a step and kept them in %s", path)
+    return VerifyPlanner(table, max_drafts)

@@ -43,6 +43,7 @@ from deepinfer.runtime.slot_masks import SlotMasks
 from deepinfer.scheduler.step_plan import StepOutput, StepPlan
 from deepinfer.scheduler.step_results import KVImport, Prefilled, StepResults
 from deepinfer.scheduler.step_scheduler import StepScheduler
+from deepinfer.speculative.verify_planner import VerifyPlanner
 from deepinfer.structured_outputs.compiler import GrammarCompiler
 
 StepObserver = Callable[[Literal["launched", "read"], int], None]
@@ -68,6 +69,7 @@ class EngineParts:
     max_model_len: int
     asynchronous: bool = True
     observe_step: StepObserver | None = None
+    planner: VerifyPlanner | None = None
 
 
 class RankEngine:
@@ -246,6 +248,8 @@ class RankEngine:
     def _launch(self, plan: StepPlan) -> None:
         plan.num_padded_rows = 0 if plan.num_rows else 1  # a rank without rows runs one padding row with the others
         self._masks.admit(plan)
+        if self._parts.planner is not None:
+            plan.draft_budget = self._parts.planner.budget(plan)
         start = self._stream.submit(lambda: self._parts.runner.start_step(plan))
         self._in_flight.append(StepInFlight(plan, start))
         self._observe("launched", plan.step_id)
@@ -300,6 +304,8 @@ class RankEngine:
                 output.device_seconds += piece.end_seconds - piece.begin_seconds
             self._observe("read", output.step_id)
             self._masks.take(entry.plan, output)
+            if self._parts.planner is not None:
+                self._parts.planner.observe(entry.plan, output)
             self._finish_launched()
         results = self._scheduler.apply(entry.plan, output)
         self._publish(results)

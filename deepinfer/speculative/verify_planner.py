@@ -1,11 +1,104 @@
-"""How many drafts a step verifies."""
+"""How many drafts a step verifies: a budget from measured costs and old confidences, shared out by present ones.
+
+The budget is chosen on the host before the step's drafts are known there, from log-odds that are at least two passes
+old: it can't depend on the values of the drafts that it admits, which is what keeps rejection sampling unbiased (the
+DSpark paper, 5.2). The device then ranks the present drafts within the budget. Under shared noise nothing of this can
+change the output at all.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.scheduler.step_plan import DraftBudget
+from deepinfer.scheduler.step_plan import DraftBudget, Float32Array, StepOutput, StepPlan
+from deepinfer.speculative.confidence import Calibrator, survival
+from deepinfer.speculative.cost_table import CostTable
+
+_MIN_LAG = 2  # passes between the log-odds that a budget is made from and the drafts that it admits
+_MIN_GAIN = 1.02  # over the best fixed length, before lengths vary: what it brings must exceed its bookkeeping
+
+
+def best_budget(chances: np.ndarray, costs: CostTable, temperatures: tuple[float, ...]) -> DraftBudget:
+    """Return the budget with the most committed tokens per second, for `chances` [R, K] of survival.
+
+    Either a total, if that promises more than the best fixed length by the least gain, or that fixed length. Ties go
+    to fewer drafts.
+    """
+    num_sequences, num_drafts = chances.shape
+
+    def rate(total: int, survivors: float) -> float:
+        return (num_sequences + survivors) / costs.step_seconds(num_sequences, total / num_sequences)
+
+    by_length = chances.sum(0).cumsum()
+    fixed = [rate(0, 0.0)] + [rate(num_sequences * (k + 1), by_length[k]) for k in range(num_drafts)]
+    best_fixed = int(np.argmax(fixed))
+    likely = np.sort(chances, axis=None)[::-1].cumsum()
+    shared = [rate(0, 0.0)] + [rate(total + 1, likely[total]) for total in range(num_sequences * num_drafts)]
+    best_total = int(np.argmax(shared))
+    if shared[best_total] > _MIN_GAIN * fixed[best_fixed]:
+        return DraftBudget(num_drafts, best_total, temperatures)
+    return DraftBudget(best_fixed)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One sequence's passes. `log_odds` [K] by pass: those of the drafts that the pass verifies; pass 0 has none."""
+
+    num_planned: int = 0
+    num_read: int = 0
+    log_odds: dict[int, Float32Array] = field(default_factory=dict)
+
+
+class VerifyPlanner:
+    """Follows a rank's steps: learns log-odds and outcomes as they are read, and gives each new step its budget.
+
+    A slot without old enough log-odds counts as sure. Limits of sequences are the device's to know; near them the
+    budget is a little too large.
+    """
+
+    def __init__(self, costs: CostTable, max_drafts: int) -> None:
+        """`costs` were measured with up to `max_drafts` drafts."""
+        self._costs = costs
+        self._max_drafts = max_drafts
+        self._calibrator = Calibrator(max_drafts)
+        self._slots: dict[int, _Slot] = {}
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """The calibration in use."""
+        return self._calibrator.temperatures
+
+    def budget(self, plan: StepPlan) -> DraftBudget | None:
+        """Return the budget of a step about to be launched; None when it decodes nothing. Once for each plan."""
+        for admission in plan.admissions:
+            self._slots[admission.slot] = _Slot()
+        slots = plan.decode_slots.tolist()
+        if not slots:
+            return None
+        chances = np.ones((len(slots), self._max_drafts))
+        for place, slot in enumerate(slots):
+            state = self._slots[slot]
+            known = state.log_odds.pop(state.num_planned - _MIN_LAG, None)
+            if known is not None:
+                chances[place] = survival(known, self.temperatures)
+            state.num_planned += 1
+        return best_budget(chances, self._costs, self.temperatures)
+
+    def observe(self, plan: StepPlan, output: StepOutput) -> None:
+        """Take in a step's results: outcomes of the drafts that it verified, log-odds of those for the next pass."""
+        slots = plan.decode_slots.tolist()
+        for place, (slot, result) in enumerate(zip(slots, output.slots[len(output.slots) - len(slots) :], strict=True)):
+            state = self._slots[slot]
+            verified = state.log_odds.get(state.num_read)
+            if verified is not None and result.failure is None:
+                self._calibrator.add(verified, num_drafted=result.num_drafted, num_accepted=result.num_accepted)
+            state.num_read += 1
+            if output.confidence is not None:
+                state.log_odds[state.num_read] = output.confidence[place]
 
 
 def share_budget(confidence: Tensor, room: Tensor, budget: DraftBudget) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 from deepinfer.config import (
     ENVIRONMENT,
     ClusterConfig,
+    SpeculativeConfig,
     all_paths,
     config_fields,
     decode_config,
@@ -77,7 +78,8 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         ("DEEPINFER_BATCH_INVARIANT", "yes", "'yes' is neither 0 nor 1"),
         ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "short", "model.prefill_truncation: Invalid enum value 'short'"),
         ("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "0", "model.prefill_keep_tokens: must be above 0, not 0"),
-        ("DEEPINFER_USE_NEXTN_DECODE", "5", "DEEPINFER_USE_NEXTN_DECODE: 5 is not available yet"),
+        ("DEEPINFER_USE_NEXTN_DECODE", "6", "DEEPINFER_USE_NEXTN_DECODE: must lie in 0 .. 5, not 6"),
+        ("DEEPINFER_USE_NEXTN_DECODE", "-1", "DEEPINFER_USE_NEXTN_DECODE: must lie in 0 .. 5, not -1"),
         ("DEEPINFER_USE_NEXTN_DECODE", "x", "'x' is no integer"),
         ("DEEPINFER_ACCELERATOR", "tpu", "accelerator: Invalid enum value 'tpu'"),
     ],
@@ -86,9 +88,20 @@ def test_environment_errors(name: str, value: str, expected: str) -> None:
     assert expected in _message(environ={name: value})
 
 
-def test_neutral_values_of_missing_features_are_accepted() -> None:
-    environ = {"DEEPINFER_USE_NEXTN_DECODE": "0", "DEEPINFER_ENABLE_MTP_VARLEN": "0", "DEEPINFER_BATCH_INVARIANT": "0"}
-    assert load_config(environ=environ).config == ClusterConfig()
+def test_variables_of_drafts() -> None:
+    assert load_config(environ={}).config.speculative == SpeculativeConfig(
+        max_draft_tokens=5, varlen=False, verifier="shared_noise"
+    )
+    environ = {"DEEPINFER_USE_NEXTN_DECODE": "0", "DEEPINFER_ENABLE_MTP_VARLEN": "1"}
+    chosen = load_config(environ=environ).config.speculative
+    assert (chosen.max_draft_tokens, chosen.varlen) == (0, True)
+
+
+def test_rejection_is_refused_with_batch_invariance() -> None:
+    message = _message(environ={"DEEPINFER_BATCH_INVARIANT": "1"}, settings=["speculative.verifier=rejection"])
+    assert message.startswith("speculative.verifier: 'rejection' makes the output depend on")
+    assert "use 'shared_noise'" in message
+    assert "verifier" in _message(settings=["speculative.verifier=coin"])
 
 
 def test_variables_of_prompts_and_determinism() -> None:

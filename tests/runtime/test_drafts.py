@@ -19,6 +19,7 @@ from support.rank_engines import Answer, answer_all, build_fake_rank, make_reque
 from deepinfer.codec import unpack, unpack_floats
 from deepinfer.protocol import FinishCode, Request
 from deepinfer.runtime.slot_table import SlotTable
+from deepinfer.speculative.cost_table import CostTable
 
 MAX_DRAFTS = 5
 
@@ -95,6 +96,19 @@ def test_any_number_of_drafts_gives_the_same_answers(max_drafts: int) -> None:
     requests = _requests(8)
     plain = _plain(requests)
     assert _visible(_drafted(requests, plain, hit_rate=0.75, max_drafts=max_drafts)) == _visible(plain)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_lengths_that_vary_with_confidence_change_nothing(asynchronous: bool) -> None:
+    """Rows are dear, so budgets are cut and shared out by log-odds."""
+    requests = _requests(12, max_tokens=30)
+    plain = _plain(requests)
+    fixed = _drafted(requests, plain, hit_rate=0.75)
+    costs = CostTable((1, 8), (0, 5), ((1.0, 1.6), (1.0, 8.0)))
+    varied = _drafted(requests, plain, hit_rate=0.75, asynchronous=asynchronous, costs=costs)
+    assert _visible(varied) == _visible(plain)
+    num_fixed, num_varied = (sum(answer.num_drafted for answer in answers.values()) for answers in (fixed, varied))
+    assert 0 < num_varied < 0.8 * num_fixed
 
 
 def test_runs_of_every_length_are_accepted_at_every_place() -> None:

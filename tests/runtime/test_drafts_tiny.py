@@ -19,6 +19,7 @@ from deepinfer.errors import ConfigError
 from deepinfer.models.deepseek_v41.tiny import write_tiny
 from deepinfer.protocol import Request
 from deepinfer.runtime.build_drafts import MakeDrafter
+from deepinfer.speculative.cost_table import read_table
 
 RING = 28  # the tiny model's window of 16, and 12
 OFF = "speculative.max_draft_tokens=0"
@@ -109,7 +110,7 @@ def test_runs_of_every_length_are_undone_at_every_alignment(directory: Path) -> 
 
 def test_preempted_sequences_come_to_the_same_answers(directory: Path) -> None:
     settings = ("model.max_model_len=144", "cache.block_size=2")
-    requests = _requests([20, 49, 110], max_tokens=20, logprobs=None)
+    requests = _requests([60, 62], max_tokens=20, logprobs=None)
     plain = _answer(directory, requests, OFF, *settings)
     with pytest.raises(ConfigError, match="bytes are needed") as refused:
         build_tiny_rank("decode", directory, *settings, "cache.memory_bytes=1")
@@ -133,6 +134,20 @@ def test_rules_and_truncation_hold_within_a_run(directory: Path) -> None:
     ]
     plain = _answer(directory, requests, OFF)
     assert _visible(_answer(directory, requests)) == _visible(plain)
+
+
+def test_varying_lengths_change_nothing_and_costs_are_measured_once(
+    directory: Path, plain: dict[int, Answer], tmp_path: Path
+) -> None:
+    settings = ("speculative.varlen=true", f"cache_dir={tmp_path}", "decode.max_running=4")
+    requests = _requests()
+    for make_drafter in (None, _oracle(requests, plain, 0.75)):
+        assert _visible(_answer(directory, requests, *settings, make_drafter=make_drafter)) == _visible(plain)
+    (file,) = (tmp_path / "step_costs").iterdir()
+    table = read_table(file)
+    assert table is not None
+    assert (table.num_sequences, table.num_drafts) == ((1, 2, 4), (0, 1, 3, 5))
+    assert all(seconds > 0 for row in table.seconds for seconds in row)
 
 
 def _work(place: RankPlace, task: tuple[Path, list[list[Request]], dict[int, Answer] | None]) -> Any:

@@ -54,7 +54,8 @@ class OracleDrafter:
             prefix = anchors.token_table[slot, : position + 1].tolist()
             rows.append(self._draft_behind(slot, prefix) if slot else [0] * self._max_drafts)
         token_ids = torch.tensor(rows, dtype=torch.int64)
-        return Drafts(token_ids, torch.full(token_ids.shape, 2.0))
+        # Log-odds that say nothing, but differ: enough to make lengths vary.
+        return Drafts(token_ids, (token_ids * 37 % 11).float() - 4.0)
 
     def _draft_behind(self, slot: int, prefix: list[int]) -> list[int]:
         number = next((n for n, known in enumerate(self._sequences) if known[: len(prefix)] == prefix), None)

@@ -43,7 +43,9 @@ from deepinfer.runtime.speculation import Speculation
 from deepinfer.runtime.stop_checkers import RankStopChecker
 from deepinfer.scheduler.step_scheduler import StepScheduler
 from deepinfer.scheduler.stopping import StopChecker
+from deepinfer.speculative.cost_table import CostTable
 from deepinfer.speculative.verifier import SharedNoiseVerifier
+from deepinfer.speculative.verify_planner import VerifyPlanner
 
 Role = Literal["prefill", "decode"]
 EOS = 0
@@ -76,10 +78,11 @@ def build_fake_rank(
     stream: Stream | None = None,
     max_drafts: int = 0,
     make_drafter: MakeDrafter | None = None,
+    costs: CostTable | None = None,
 ) -> FakeRank:
     """One rank with the fake model; with `groups` it is one of several. `events` and `observers` see its steps.
 
-    With `make_drafter` a decode rank verifies drafts.
+    With `make_drafter` a decode rank verifies drafts, with `costs` as many as pay.
     """
     model = model or FakeModel()
     rank = groups.sync.rank if groups else 0
@@ -129,6 +132,7 @@ def build_fake_rank(
             ready=_ready(role, rank, blocks, max_running + 1, layout_digest(kv_groups)),
             vocab_size=VOCAB_SIZE,
             max_model_len=max_model_len,
+            planner=VerifyPlanner(costs, max_drafts) if costs else None,
             asynchronous=asynchronous,
             observe_step=lambda event, step_id: [observe(event, step_id) for observe in observers],
         )
