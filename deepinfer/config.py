@@ -43,7 +43,13 @@ class ModelSource(_Section, frozen=True, kw_only=True):
 
 
 class RayConfig(_Section, frozen=True, kw_only=True):
-    """How to reach or start Ray. `object_store_bytes` None: sized from the hand-overs in flight."""
+    """How to reach or start Ray.
+
+    `object_store_bytes` None: sized from the hand-overs in flight. `port` and `dashboard_port` of a Ray that
+    `deepinfer-cluster up` starts; None: free ones (local), 6379 and 8265 (ssh). ssh: `hosts`, the first is the head;
+    `ssh_command` is put before the host's name, `python` is the interpreter on every host (None: the same path as
+    here). kuberay: `image` of all pods.
+    """
 
     provider: Literal["local", "ssh", "kuberay", "existing"] = "local"
     address: str | None = None
@@ -52,6 +58,12 @@ class RayConfig(_Section, frozen=True, kw_only=True):
     object_store_bytes: int | None = None
     temp_dir: str | None = None
     dashboard: bool = False
+    port: int | None = None
+    dashboard_port: int | None = None
+    hosts: tuple[str, ...] = ()
+    ssh_command: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+    python: str | None = None
+    image: str = "deepinfer:latest"
 
 
 class PrefillConfig(_Section, frozen=True, kw_only=True):
@@ -88,8 +100,9 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True):
 
     `max_in_flight`: requests that a client may have open at the driver. `publish_seconds`: how long a rank gathers
     results before it answers. `max_kv_bytes_in_flight` bounds hand-overs between prefill and decode.
-    `step_timeout_seconds`: a rank whose step takes longer counts as hung. `asynchronous` false: plan a step only
-    after the results of the last one (for comparison; answers are the same).
+    `step_timeout_seconds`: a rank whose step takes longer counts as hung. `job_timeout_seconds`: a client of a shared
+    engine that is silent for so long counts as dead, and its requests are given up. `asynchronous` false: plan a step
+    only after the results of the last one (for comparison; answers are the same).
     """
 
     max_in_flight: int = 1024
@@ -99,6 +112,7 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True):
     step_timeout_seconds: float = 120.0
     start_timeout_seconds: float = 600.0
     placement_timeout_seconds: float = 60.0
+    job_timeout_seconds: float = 60.0
     asynchronous: bool = True
 
 
@@ -207,6 +221,7 @@ _POSITIVE = (
     "scheduler.step_timeout_seconds",
     "scheduler.start_timeout_seconds",
     "scheduler.placement_timeout_seconds",
+    "scheduler.job_timeout_seconds",
     "observability.metrics_interval_seconds",
 )
 

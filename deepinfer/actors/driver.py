@@ -7,6 +7,7 @@ and of `publish_seconds`, and the KV that a decode rank takes over passes by as 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from collections import defaultdict
@@ -19,7 +20,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
-from deepinfer import codec
+from deepinfer import __version__, codec
 from deepinfer.actors.driver_metrics import DriverMetrics
 from deepinfer.actors.group_keeper import GroupKeeper, GroupOwner
 from deepinfer.actors.rank_actor import RankFacts, RankProgram, Role
@@ -54,6 +55,9 @@ _MAX_CLOSED_JOBS = 10_000
 _COUNT_SECONDS = 0.05
 _ADMIT_SECONDS = 0.01
 _DELIVER_SECONDS = 0.02
+_DRAIN_POLL_SECONDS = 0.2
+# Clients fetch their outputs at least this often; so long they have time for the last ones.
+_FETCH_SECONDS = 1.0
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,15 +69,22 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_model_len: int
     ranks: tuple[RankReady, ...]
+    is_shared: bool = False
 
 
 class Driver:
     """One engine's driver: `start` once, then jobs `submit`, fetch `next_outputs`, `close_job`; `stop` at the end."""
 
-    def __init__(self, name: str, log_level: str) -> None:
-        """Remember the engine's name; nothing is started."""
+    def __init__(self, name: str, log_level: str, *, is_shared: bool = False) -> None:
+        """Remember the engine's name; nothing is started.
+
+        The engine of `is_shared` outlives its clients: one that is silent for `scheduler.job_timeout_seconds` is taken
+        for dead, and what its job has here is given up.
+        """
         set_up_logging(log_level)
         self._name = name
+        self._is_shared = is_shared
+        self._heard_at: dict[str, float] = {}
         self._logger = get_logger("driver")
         self._state = "created"
         self._fatal: str | None = None
@@ -81,7 +92,7 @@ class Driver:
         self._keepers: dict[Role, GroupKeeper] = {}
         self._loads: dict[tuple[Role, int], RankLoad] = {}
         self._refused: defaultdict[str, list[RequestOutput]] = defaultdict(list)
-        self._closed_jobs: dict[str, None] = {}
+        self._closed_jobs: dict[str, str] = {}  # and why, by job
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_sequences = 0
         self._counted_at = 0.0
@@ -117,6 +128,7 @@ class Driver:
             vocab_size=decode[0].vocab_size,
             max_model_len=decode[0].max_model_len,
             ranks=tuple(fact.ready for fact in (*prefill, *decode)),
+            is_shared=self._is_shared,
         )
         self._scheduler = self._make_scheduler(prefill, decode)
         self._state = "ready"
@@ -124,6 +136,8 @@ class Driver:
             self._spawn(keeper.keep())
         self._spawn(self._send_batches())
         self._spawn(self._export_metrics())
+        if self._is_shared:
+            self._spawn(self._drop_silent_jobs())
         return self._facts
 
     async def facts(self) -> EngineFacts:
@@ -139,6 +153,7 @@ class Driver:
         assert isinstance(batch, RequestBatch), type(batch)
         if batch.job_id in self._closed_jobs:
             return  # calls of one client may overtake each other
+        self._heard_at[batch.job_id] = time.monotonic()
         self._scheduler.abort(batch.job_id, batch.aborted_ids)
         for request in batch.requests:
             try:
@@ -153,19 +168,33 @@ class Driver:
         self._stirred.set()
 
     async def next_outputs(self, job_id: str, wait_seconds: float) -> bytes:
-        """Return an `OutputBatch` with the job's news; empty when there was none for `wait_seconds`."""
+        """Return an `OutputBatch` with the job's news; empty when there was none for `wait_seconds`.
+
+        That the engine has failed, or has dropped the job, is said when all outputs have been fetched.
+        """
         deadline = time.monotonic() + wait_seconds
+        await self.keep_job(job_id)
         while True:
             outputs = (*self._refused.pop(job_id, ()), *self._scheduler.take_outputs(job_id))
+            fatal = self._fatal or self._closed_jobs.get(job_id)
             remaining = deadline - time.monotonic()
-            if outputs or self._fatal or remaining <= 0:
-                return codec.encode(OutputBatch(outputs=outputs, fatal=self._fatal))
+            if outputs or fatal or remaining <= 0:
+                return codec.encode(OutputBatch(outputs=outputs, fatal=None if outputs else fatal))
             if await _is_set(self._changed, remaining) and self._is_busy():
                 await asyncio.sleep(_DELIVER_SECONDS)
 
+    async def keep_job(self, job_id: str) -> None:
+        """Note that the job's client is alive."""
+        if job_id not in self._closed_jobs:
+            self._heard_at[job_id] = time.monotonic()
+
     async def close_job(self, job_id: str) -> None:
         """Give up what the job still has here, and forget it."""
-        self._closed_jobs[job_id] = None
+        self._close(job_id, "the job is closed")
+
+    def _close(self, job_id: str, reason: str) -> None:
+        self._closed_jobs[job_id] = reason
+        self._heard_at.pop(job_id, None)
         if len(self._closed_jobs) > _MAX_CLOSED_JOBS:
             del self._closed_jobs[next(iter(self._closed_jobs))]
         self._scheduler.drop_job(job_id)
@@ -173,12 +202,20 @@ class Driver:
         self._stirred.set()
 
     async def status(self) -> dict[str, Any]:
-        """Return the state, the phase of every rank while starting, and the counts and loads afterwards."""
-        status: dict[str, Any] = {"engine": self._name, "state": self._state, "fatal": self._fatal}
+        """Return the state, the phase of every rank while starting, and the ranks, counts and loads afterwards."""
+        status: dict[str, Any] = {
+            "engine": self._name,
+            "state": self._state,
+            "fatal": self._fatal,
+            "version": __version__,
+            "pid": os.getpid(),
+        }
         if self._state == "starting":
             phases = await asyncio.gather(*(keeper.phases() for keeper in self._keepers.values()))
             status["ranks"] = {name: text for part in phases for name, text in part.items()}
         elif self._facts is not None:
+            status["ranks"] = {f"{ready.role}-{ready.rank}": self._describe(ready) for ready in self._facts.ranks}
+            status["jobs"] = self._scheduler.jobs()
             status["requests"] = msgspec.to_builtins(self._scheduler.counts())
             status["loads"] = {
                 f"{role}-{rank}": msgspec.to_builtins(load) for (role, rank), load in self._loads.items()
@@ -187,6 +224,19 @@ class Driver:
             status["answers"] = self._metrics.num_answers
             status["driver_cpu_seconds"] = time.process_time()
         return status
+
+    async def drain(self, seconds: float) -> int:
+        """Start no more requests, and let those at the ranks end for up to `seconds`; return how many are left."""
+        if self._facts is None or self._fatal is not None:
+            return 0
+        self._state = "draining"
+        self._scheduler.drain()
+        deadline = time.monotonic() + seconds
+        while (num_left := self._num_started()) and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        if self._heard_at:
+            await asyncio.sleep(_FETCH_SECONDS)
+        return num_left
 
     async def stop(self) -> None:
         """End all ranks in order. Jobs that are still open get a fatal output."""
@@ -219,6 +269,10 @@ class Driver:
         """Let the scheduler use the group again."""
         assert self._facts is not None
         check_equal(facts)
+        others = [ready for ready in self._facts.ranks if ready.role != role]
+        ranks = [*others, *(fact.ready for fact in facts)]
+        in_order = sorted(ranks, key=lambda ready: (ready.role == "decode", ready.rank))
+        self._facts = msgspec.structs.replace(self._facts, ranks=tuple(in_order))
         self._metrics.count_restart()
         self._scheduler.on_group_ready(role)
         self._stirred.set()
@@ -274,6 +328,20 @@ class Driver:
         except RayTaskError as error:
             self._keepers[outgoing.role].blame(outgoing.rank, actor, error)
 
+    async def _drop_silent_jobs(self) -> None:
+        """Give up the jobs of clients that were killed: they neither fetch nor say that they are alive."""
+        limit = self._config.scheduler.job_timeout_seconds
+        while True:
+            await asyncio.sleep(limit / 4)
+            now = time.monotonic()
+            for job_id in [job_id for job_id, heard_at in self._heard_at.items() if now - heard_at > limit]:
+                self._logger.warning("job %s: nothing heard of its client for %g s, dropped", job_id, limit)
+                self._close(
+                    job_id,
+                    f"the engine heard nothing of this job for {limit:g} s (scheduler.job_timeout_seconds) "
+                    "and dropped it",
+                )
+
     async def _export_metrics(self) -> None:
         while True:
             await asyncio.sleep(self._config.observability.metrics_interval_seconds)
@@ -283,10 +351,23 @@ class Driver:
         """True when so many sequences are open that gathering costs nobody time. Counted at most 20 times a second."""
         now = time.monotonic()
         if now - self._counted_at > _COUNT_SECONDS:
-            counts = self._scheduler.counts()
-            self._num_sequences = counts.num_prefilling + counts.num_prefilled + counts.num_decoding
+            self._num_sequences = self._num_started()
             self._counted_at = now
         return self._num_sequences >= _FEW_SEQUENCES
+
+    def _num_started(self) -> int:
+        counts = self._scheduler.counts()
+        return counts.num_prefilling + counts.num_prefilled + counts.num_decoding
+
+    def _describe(self, ready: RankReady) -> dict[str, Any]:
+        """What `status` says of a rank. `num_loads`: how often its weights have been loaded."""
+        return {
+            "node": ready.node,
+            "device": ready.device,
+            "pid": ready.pid,
+            "num_loads": 1 + self._keepers[ready.role].num_restarts,
+            "num_blocks": ready.num_blocks,
+        }
 
     def _tell(self) -> None:
         """Wake everyone who waits for outputs."""
@@ -343,7 +424,7 @@ def create_driver(config: ClusterConfig, *, name: str, detached: bool = False) -
         max_restarts=0,
         max_task_retries=0,
         runtime_env=config.ray.runtime_env or None,
-    ).remote(name, config.observability.log_level)
+    ).remote(name, config.observability.log_level, is_shared=detached)
     return handle
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,9 @@ from deepinfer.protocol import OutputBatch, Request, RequestBatch
 
 # The driver answers long polls within a second; one that stays silent this long is gone or hangs.
 _ANSWER_SECONDS = 60.0
+_ASK_SECONDS = 1.0
+# A caller may take its time over an answer and fetch nothing meanwhile, so that it is alive is said by a thread.
+_BEAT_SECONDS = 5.0
 
 
 class EngineClient:
@@ -34,7 +38,7 @@ class EngineClient:
     def connect(cls, name: str, *, namespace: str) -> EngineClient:
         """Return a connection to the running engine `name`; this process must be connected to its Ray.
 
-        Raises ClusterError when there is no such engine.
+        One that is still starting is waited for. Raises ClusterError when there is no such engine, or it has failed.
         """
         try:
             driver = ray.get_actor(f"{name}-driver", namespace=namespace)
@@ -42,11 +46,18 @@ class EngineClient:
             raise ClusterError(
                 f"no engine {name!r} runs in the namespace {namespace!r} of this Ray; start it, or check the name"
             ) from None
+        while (status := ask(driver.status.remote()))["state"] in ("created", "starting"):
+            time.sleep(_ASK_SECONDS)
+        if status["state"] != "ready":
+            raise ClusterError(
+                f"the engine {name!r} is {status['state']}: {status['fatal'] or 'it takes no new jobs'}; "
+                "take it down, then bring it up again"
+            )
         return cls(driver, ask(driver.facts.remote()))
 
     def open_job(self) -> Job:
         """Return a new job; close it to free what it still has in flight."""
-        return Job(self._driver)
+        return Job(self._driver, beats=self.facts.is_shared)
 
     def status(self) -> dict[str, Any]:
         """Return the driver's numbers."""
@@ -60,13 +71,16 @@ class Job:
     `submit` alone may come from a second thread.
     """
 
-    def __init__(self, driver: ActorHandle[Any]) -> None:
-        """Open a job with a random id."""
+    def __init__(self, driver: ActorHandle[Any], *, beats: bool = False) -> None:
+        """Open a job with a random id. `beats`: tell the driver every few seconds that this process is alive."""
         self.job_id = secrets.token_hex(8)
         self._driver = driver
         self._lock = threading.Lock()
         self._is_closed = False
         self._unconfirmed: deque[Any] = deque()
+        self._closing = threading.Event()
+        if beats:
+            threading.Thread(target=self._beat, name="deepinfer-beat", daemon=True).start()
 
     def submit(self, requests: Sequence[Request], *, aborted_ids: Sequence[str] = ()) -> None:
         """Send new requests, and ids of earlier ones that are given up.
@@ -100,9 +114,14 @@ class Job:
 
     def close(self) -> None:
         """Give up what is still in flight; the driver forgets the job. Nothing is sent after that."""
+        self._closing.set()
         with self._lock:
             self._is_closed = True
             self._driver.close_job.remote(self.job_id)
+
+    def _beat(self) -> None:
+        while not self._closing.wait(_BEAT_SECONDS) and ray.is_initialized():
+            self._driver.keep_job.remote(self.job_id)
 
 
 def ask(reference: Any) -> Any:

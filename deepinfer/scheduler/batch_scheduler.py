@@ -131,6 +131,10 @@ class BatchScheduler:
         job = self._book.jobs.get(job_id)
         return self._config.max_in_flight - (len(job.requests) if job is not None else 0)
 
+    def jobs(self) -> dict[str, int]:
+        """Return the number of unfinished requests of each job."""
+        return {job_id: len(job.requests) for job_id, job in self._book.jobs.items()}
+
     def drain(self) -> None:
         """Start nothing more; what has been started goes on to its end."""
         self._is_draining = True
