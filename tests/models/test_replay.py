@@ -211,6 +211,17 @@ def test_undone_drafts_still_find_whole_windows() -> None:
     assert torch.equal(runner.decode(2, more, start=length), plain)
 
 
+def test_the_shortest_suffix_leaves_no_hole_for_a_former_sequence_to_show_through() -> None:
+    """Window + 2: the ring of 28 then holds older records in front of the suffix, and they are handed over too."""
+    tokens, more = make_tokens(13, 50), make_tokens(14, 4)
+    fresh, used = PromptRunner(WINDOW + 2), PromptRunner(WINDOW + 2)
+    used.runner.run(Chunk(1, 0, make_tokens(15, 70)))
+    logits = [runner.prefill(1, tokens, [50], num_prompt_tokens=50) for runner in (fresh, used)]
+    assert torch.equal(*logits)
+    assert not torch.equal(fresh.kv(1, 50)["window"], used.kv(1, 50)["window"])
+    assert torch.equal(fresh.decode(1, more, start=50), used.decode(1, more, start=50))
+
+
 def test_kept_suffix_follows_window_and_drafts() -> None:
     config = read_config(W16)
     assert prompt_keep_tokens(config, None, max_draft_tokens=5) == KEEP

@@ -28,7 +28,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def watched(lengths: tuple[int, ...] = LENGTHS, *, num_tokens: int = 4) -> list[Request]:
-    """The requests whose answers are compared: greedy and drawn, with three alternatives for each token."""
+    """The requests whose answers are compared: greedy and drawn, with three alternatives for each token.
+
+    Every fourth also asks for its prompt's log-probabilities, so that it runs at full depth beside the others.
+    """
     numbers = random.Random(1)
     return [
         make_request(
@@ -37,6 +40,7 @@ def watched(lengths: tuple[int, ...] = LENGTHS, *, num_tokens: int = 4) -> list[
             max_tokens=num_tokens + place,
             temperature=float(place % 3 > 0),
             logprobs=3,
+            prompt_logprobs=1 if place % 4 == 2 else None,
         )
         for place, length in enumerate(lengths)
     ]
@@ -131,3 +135,5 @@ def test_answers_tell_requests_apart(alone: dict[int, Bits]) -> None:
     """Equal answers prove nothing if the model always says the same."""
     assert len({bits.token_ids for bits in alone.values()}) == len(LENGTHS)
     assert len({bits.logprob_values[:16] for bits in alone.values()}) == len(LENGTHS)
+    assert all(len(bits.prompt_logprobs) == 1 for bits in alone.values())
+    assert [index for index, bits in alone.items() if bits.prompt_logprobs != {None}] == [2, 6]
