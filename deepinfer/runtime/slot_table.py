@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from deepinfer.kernels.ops import GumbelArgmax
+from deepinfer.kernels.reference.sampling import gumbel_argmax as reference_gumbel_argmax
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.protocol import SamplingParams
 from deepinfer.sampling.state import SamplingState
@@ -40,6 +42,7 @@ class SlotTable:
         groups: tuple[KVGroup, ...],
         device: torch.device,
         bad_word_ids: BadWordIds,
+        gumbel_argmax: GumbelArgmax = reference_gumbel_argmax,
         max_drafts: int = 0,
         keeps_draft_scores: bool = False,
     ) -> None:
@@ -60,7 +63,9 @@ class SlotTable:
             group.name: torch.zeros(num_slots, group.num_blocks_for(max_model_len), dtype=torch.int64, device=device)
             for group in paged
         }
-        self.sampling = SamplingState(num_slots, vocab_size, device, eos_token_id=eos_token_id)
+        self.sampling = SamplingState(
+            num_slots, vocab_size, device, eos_token_id=eos_token_id, gumbel_argmax=gumbel_argmax
+        )
         self.num_prompt_tokens = [0] * num_slots
         self.prompt_logprobs: dict[int, int] = {}
         self.unusable: set[int] = set()

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.reference.sampling import gumbel_argmax
 from deepinfer.protocol import LogprobColumns
 from deepinfer.sampling.logprobs import token_logprobs
 from deepinfer.sampling.noise import TOKEN_PURPOSE, derived_seeds
@@ -142,7 +141,7 @@ def choose(
             owners = slots[rows]
             seeds = derived_seeds(state.seeds[owners], samples[rows])
             tempered = temper(scores[rows], owners, state)
-            token_ids[rows] = gumbel_argmax(tempered, seeds, positions[rows], purpose=purpose)
+            token_ids[rows] = state.gumbel_argmax(tempered, seeds, positions[rows], purpose=purpose)
     return token_ids.masked_fill_(failed, 0)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.ops import GumbelArgmax
+from deepinfer.kernels.reference.sampling import gumbel_argmax as reference_gumbel_argmax
 from deepinfer.protocol import SamplingParams
 from deepinfer.scheduler.sampling_params import is_greedy, stop_ids
 from deepinfer.structured_outputs.bitmask import StepMasks
@@ -40,10 +42,20 @@ class SamplingState:
     `top_k` int64 (`vocab_size` or more = off), `top_p` float64 (1 = off), `log_min_p` float32 (-inf = off).
     On the host: `rules` and `num_logprobs` of the slots that have them (-1 = whole vocabulary), `truncating` and
     `drawing` = slots with top_k, top_p or min_p, and slots that are not greedy; `samples` = their sample numbers.
-    `masks` = what grammars allow in the present step.
+    `masks` = what grammars allow in the present step. `gumbel_argmax` draws for drafts and targets alike: they share
+    noise only if it is the same function.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, *, eos_token_id: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        eos_token_id: int,
+        gumbel_argmax: GumbelArgmax = reference_gumbel_argmax,
+    ) -> None:
+        self.gumbel_argmax = gumbel_argmax
         self.vocab_size = vocab_size
         self.device = device
         self.eos_token_id = eos_token_id

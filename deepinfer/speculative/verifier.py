@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.reference.sampling import gumbel_argmax, noise_words
+from deepinfer.kernels.reference.sampling import noise_words
 from deepinfer.sampling.noise import ACCEPTANCE_PURPOSE, RESIDUAL_PURPOSE, derived_seeds
 from deepinfer.sampling.sampler import choose, process, temper
 from deepinfer.sampling.state import SamplingState
@@ -146,7 +146,7 @@ class RejectionVerifier:
             seeds = derived_seeds(state.seeds[slots], flat.samples[drawn])
             taken = _accept(target, proposed, drafts[drawn], seeds, positions)
             residual = _residual(target, proposed)
-            replaced = gumbel_argmax(residual.log(), seeds, positions, purpose=RESIDUAL_PURPOSE)
+            replaced = state.gumbel_argmax(residual.log(), seeds, positions, purpose=RESIDUAL_PURPOSE)
             accepted[drawn] = taken
             token_ids[drawn] = torch.where(taken, drafts[drawn], replaced)
         return _conclude(token_ids, accepted, failed, flat)

@@ -230,6 +230,8 @@ def check_linear(bench: Bench) -> None:
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 3e-3)):
         given = wanted.linear(x, wanted.linear.prepare(weight), out_dtype=dtype)
         close(own.linear(x, own.linear.prepare(weight), out_dtype=dtype), given, bound)
+    given = wanted.linear(x.float() / 3, wanted.linear.prepare(weight), out_dtype=torch.float32)
+    close(own.linear(x.float() / 3, own.linear.prepare(weight), out_dtype=torch.float32), given, 1e-5)
     matrix = fp8_matrix(bench, sizes.expert_width, sizes.hidden)
     prepared = own.quantized_linear.prepare(*matrix)
     close(own.quantized_linear(x, prepared), wanted.quantized_linear(x, wanted.quantized_linear.prepare(*matrix)), 4e-3)

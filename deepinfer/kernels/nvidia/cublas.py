@@ -24,8 +24,8 @@ class Linear:
         return weight
 
     def __call__(self, x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-        if weight.dtype == torch.float32:
-            return torch.mm(x.float(), weight.t()).to(out_dtype)
+        if torch.float32 in (x.dtype, weight.dtype):
+            return torch.mm(x.float(), weight.float().t()).to(out_dtype)
         return torch.mm(x, weight.t(), out_dtype=out_dtype)
 
 
