@@ -7,18 +7,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from deepinfer.batch_file.bodies import AnsweredRow, AnswerWriter, TokenTexts, error_line
-from deepinfer.batch_file.fields import body_field
+from deepinfer.batch_file.fields import body_field, shown
 from deepinfer.batch_file.known_ids import KnownIds
 from deepinfer.batch_file.lines import InputLine, can_reread, is_url, local_path, open_input, read_lines
 from deepinfer.batch_file.output import Output, open_output
 from deepinfer.batch_file.rows import BatchRow, build_row, custom_id_of, decode_line
 from deepinfer.errors import ClusterError, ConfigError, RequestError
 from deepinfer.outputs import Row, RowResult
+
+# How many rows a message names.
+_NUM_SHOWN = 5
 
 
 class RowRunner(Protocol):
@@ -47,7 +50,8 @@ class JobOptions:
 class JobProgress:
     """Running totals. `num_rows` None: not known. Answered and failed rows include the `num_kept` of earlier runs.
 
-    `ready_at`: time.monotonic() when the engine took its first row, None before.
+    `ready_at`: time.monotonic() when the engine took its first row, None before. `first_errors`: the first rows that
+    failed in this run, each with its line, custom_id and reason.
     """
 
     num_rows: int | None = None
@@ -57,6 +61,7 @@ class JobProgress:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     ready_at: float | None = None
+    first_errors: list[str] = field(default_factory=list)
 
     @property
     def num_done(self) -> int:
@@ -128,10 +133,13 @@ class _Job:
                 return
             with start_engine() as engine:
                 self._progress.ready_at = time.monotonic()
-                for result in engine.run_rows(itertools.chain((first,), rows)):
-                    self._finish(result)
+                try:
+                    for result in engine.run_rows(itertools.chain((first,), rows)):
+                        self._finish(result)
+                except ClusterError as error:
+                    raise ClusterError(f"{error}{self._open_rows()}") from error
         if self._pending:
-            raise ClusterError(f"the engine gave no result for input lines {sorted(self._pending)[:10]}; run again")
+            raise ClusterError(f"the engine gave no result for some rows{self._open_rows()}; run again")
 
     def _survey(self) -> int | None:
         """Return the number of rows when the input can be read twice, after comparing it with the finished rows."""
@@ -180,6 +188,16 @@ class _Job:
             self._submit(batch_row, line.digest)
             yield batch_row.row
 
+    def _open_rows(self) -> str:
+        """Name the rows that the engine had, for whoever has to find the one that broke it; the oldest come first."""
+        with self._lock:
+            rows = [(line, self._pending[line].batch_row.custom_id) for line in sorted(self._pending)]
+        if not rows:
+            return ""
+        names = ", ".join(f"{shown(custom_id)} (line {line})" for line, custom_id in rows[:_NUM_SHOWN])
+        more = f" and {len(rows) - _NUM_SHOWN} more" if len(rows) > _NUM_SHOWN else ""
+        return f"; rows in work: {names}{more}"
+
     def _is_kept(self, line: InputLine) -> bool:
         finished = self._output.finished
         place = finished.find(line.number)
@@ -210,6 +228,9 @@ class _Job:
         self._output.write(line, digest, error_line(self._output.job_id, line, custom_id, error))
         with self._lock:
             self._progress.num_failed += 1
+            if len(self._progress.first_errors) < _NUM_SHOWN:
+                who = f"on line {line}" if custom_id is None else f"{shown(custom_id)} (line {line})"
+                self._progress.first_errors.append(f"row {who}: {error}")
 
 
 def _in_body_words(error: RequestError, pending: _Pending) -> RequestError:

@@ -81,6 +81,7 @@ def run(
     _answer(options, config, directory, progress, verbose=verbose)
     table = summary_table(progress, place=target, begin=begin, end=time.monotonic())
     Console(stderr=True).print(table)
+    _say_errors(progress)
     if progress.num_failed and not allow_row_errors:
         raise typer.Exit(EXIT_ROW_ERRORS)
 
@@ -100,6 +101,7 @@ def _answer(
             set_up_logging(log_level(config, verbose=verbose))  # behind the bar, which takes stderr over
             run_job(options, texts=texts, start_engine=lambda: _engine(config), progress=progress)
     except (KeyboardInterrupt, ClusterError, RankError):
+        _say_errors(progress)
         _say(f"{_rows_done(progress)}; run the same command again to go on")
         raise
 
@@ -117,6 +119,11 @@ def _engine(config: ClusterConfig) -> Iterator[RowRunner]:
 def _rows_done(progress: JobProgress) -> str:
     total = "" if progress.num_rows is None else f" of {progress.num_rows}"
     return f"{progress.num_done}{total} rows are finished"
+
+
+def _say_errors(progress: JobProgress) -> None:
+    for text in progress.first_errors:
+        _say(text)
 
 
 def _say(text: str) -> None:

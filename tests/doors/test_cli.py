@@ -70,9 +70,12 @@ def test_a_job_without_errors_exits_0(tmp_path: Path, engines: _Engines, capsys:
     assert "answered" in printed.err
 
 
-def test_row_errors_exit_3_unless_allowed(tmp_path: Path, engines: _Engines) -> None:
+def test_row_errors_exit_3_unless_allowed(
+    tmp_path: Path, engines: _Engines, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = write_rows(tmp_path / "in", [row("a", "one"), row("b", [])])
     assert _run(source, tmp_path / "out") == 3
+    assert "row 'b' (line 2): prompt must hold at least one token id" in capsys.readouterr().err
     assert _run(source, tmp_path / "out") == 3  # also when all is there already
     assert len(engines.configs) == 1
     assert _run(source, tmp_path / "out", "--allow-row-errors") == 0
@@ -81,7 +84,7 @@ def test_row_errors_exit_3_unless_allowed(tmp_path: Path, engines: _Engines) -> 
 def test_an_engine_failure_exits_1_and_says_how_to_go_on(
     tmp_path: Path, engines: _Engines, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """P60: the message holds the inner cause."""
+    """P60: the message holds the inner cause, the rows in work and those that have failed before."""
 
     class Dying(EchoEngine):
         def run_rows(self, rows: Any) -> Iterator[Any]:
@@ -89,11 +92,12 @@ def test_an_engine_failure_exits_1_and_says_how_to_go_on(
             raise ClusterError("decode rank 2: out of memory")
 
     engines.engine = Dying()
-    source = write_rows(tmp_path / "in", [row(f"r{i}", "p") for i in range(5)])
+    source = write_rows(tmp_path / "in", [row("bad", []), *(row(f"r{i}", "p") for i in range(5))])
     assert _run(source, tmp_path / "out") == 1
     errors = capsys.readouterr().err
-    assert "deepinfer: decode rank 2: out of memory" in errors
-    assert "1 of 5 rows are finished; run the same command again to go on" in errors
+    assert "deepinfer: decode rank 2: out of memory; rows in work: 'r" in errors
+    assert "row 'bad' (line 1): prompt must" in errors
+    assert "2 of 6 rows are finished; run the same command again to go on" in errors
     assert "Traceback" not in errors
 
 

@@ -213,6 +213,7 @@ def test_an_output_has_one_writer(tmp_path: Path) -> None:
 
 
 def test_an_engine_failure_keeps_what_was_finished(tmp_path: Path) -> None:
+    """P60: the error names the rows that the engine had, beside the inner cause."""
     source, target = write_rows(tmp_path / "in", [row(f"r{i}", f"p{i}") for i in range(9)]), tmp_path / "out"
 
     class Dying(EchoEngine):
@@ -222,11 +223,31 @@ def test_an_engine_failure_keeps_what_was_finished(tmp_path: Path) -> None:
                     raise ClusterError("decode rank 2 died")
                 yield result
 
-    with pytest.raises(ClusterError, match="decode rank 2 died"):
+    with pytest.raises(ClusterError, match=r"decode rank 2 died; rows in work: ") as caught:
         run(source, target, Dying())
     assert len(read_rows(target)) == 4
+    finished = {line["custom_id"] for line in read_rows(target)}
+    in_work = [f"'r{i}' (line {i + 1})" for i in range(9) if f"r{i}" not in finished]
+    assert str(caught.value).endswith(", ".join(in_work))
     run(source, target)
     assert len(_texts(read_rows(target))) == 9
+
+
+def test_long_lists_of_rows_are_cut(tmp_path: Path) -> None:
+    """P60: a user needs some ids, not a thousand."""
+
+    class Dead(EchoEngine):
+        def run_rows(self, rows: Any) -> Any:
+            list(rows)
+            raise ClusterError("gone")
+            yield
+
+    source = write_rows(tmp_path / "in", [row(f"r{i}", [] if i < 7 else "p") for i in range(30)])
+    with pytest.raises(ClusterError, match=r"gone; rows in work: 'r7' \(line 8\), .*'r11' \(line 12\) and 18 more$"):
+        run(source, tmp_path / "out", Dead())
+    progress = run(source, tmp_path / "other")
+    assert len(progress.first_errors) == 5
+    assert progress.first_errors[0].startswith("row 'r0' (line 1): prompt must hold at least one token id")
 
 
 def test_rows_are_pulled_only_as_the_engine_takes_them(tmp_path: Path) -> None:
