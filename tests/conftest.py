@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="directory with the full golden set (one folder per variant); default: the trimmed set under tests/golden",
     )
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let `-k p04` find a test whose docstring says which real-world fault it guards against ("P04: ...")."""
+    docstring = getattr(getattr(item, "function", None), "__doc__", None) or ""
+    item.extra_keyword_matches.update(re.findall(r"\bP\d\d\b", docstring))
 
 
 @pytest.fixture(scope="session")

@@ -8,25 +8,13 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import ray
-from support.fake_cluster import FAKE_PROGRAM, TESTS, Engine, environment, small_config
+from support.fake_cluster import FAKE_PROGRAM, Engine, small_config
+from support.local_ray import local_ray
 
 from deepinfer.actors.driver import create_driver
 from deepinfer.config import ClusterConfig, encode_config
-from deepinfer.launcher import open_ray
 
-
-@pytest.fixture(scope="session")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A private Ray with ten places for ranks; its workers find the fake engine."""
-    variables = {
-        "PYTHONPATH": str(TESTS),
-        "TEST_MARKERS": str(tmp_path_factory.mktemp("markers")),
-        "TEST_FROM_DRIVER": "seen",
-    }
-    with environment(variables):
-        connection = open_ray(small_config(prefill=2, decode=8))
-        yield
-        connection.close()
+__all__ = ["local_ray"]
 
 
 @pytest.fixture
@@ -46,7 +34,7 @@ def start_engine(local_ray: None) -> Iterator[Callable[..., Engine]]:
         ray.kill(driver)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_engine(local_ray: None) -> Iterator[Engine]:
     """One engine of 2 + 4 fake ranks, for tests that break nothing."""
     config = small_config(prefill=2, decode=4)

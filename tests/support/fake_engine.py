@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from deepinfer.codec import pack, pack_codes, unpack
-from deepinfer.config import ClusterConfig
+from deepinfer.config import ClusterConfig, config_fields
 from deepinfer.errors import CheckpointError
 from deepinfer.kv_cache.kv_groups import KVGroup, layout_digest
 from deepinfer.protocol import (
@@ -77,14 +77,25 @@ def open_store(host: str) -> tuple[socket.socket, int]:
 class FakeEngine:
     """One rank; `step_seconds` is what a step takes."""
 
-    def __init__(self, *, role: str, rank: int, max_running: int, step_seconds: float) -> None:
+    def __init__(
+        self,
+        *,
+        role: str,
+        rank: int,
+        max_running: int,
+        step_seconds: float,
+        max_model_len: int = MAX_MODEL_LEN,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
         self.groups = GROUPS
         self.vocab_size = VOCAB_SIZE
-        self.max_model_len = MAX_MODEL_LEN
+        self.max_model_len = max_model_len
+        self._settings = settings or {}
         self.results_ready: Callable[[], None] = lambda: None
+        num_blocks = NUM_BLOCKS * max_model_len // MAX_MODEL_LEN
         self.ready = RankReady(
             rank=rank, role=role, node=socket.gethostname(), device="fake", pid=os.getpid(),
-            num_blocks={"main": NUM_BLOCKS}, num_slots=max_running + 1, kernel_set={}, model_digest="fake",
+            num_blocks={"main": num_blocks}, num_slots=max_running + 1, kernel_set={}, model_digest="fake",
             layout_digest=DIGEST, version="test",
         )  # fmt: skip
         self._role = role
@@ -107,8 +118,10 @@ class FakeEngine:
         self._inbox.put(None)
 
     def status(self) -> dict[str, Any]:
+        shown = ("TEST_", "DEEPINFER_", "GLOO_")
         return {"step": self._step, "parked": self._parked, "omp": os.environ.get("OMP_NUM_THREADS"),
-                "environment": {k: v for k, v in os.environ.items() if k.startswith("TEST_")}}  # fmt: skip
+                "settings": self._settings,
+                "environment": {k: v for k, v in os.environ.items() if k.startswith(shown)}}  # fmt: skip
 
     def take_results(self) -> tuple[PrefillResult | DecodeResult | None, list[np.ndarray]]:
         with self._lock:
@@ -277,4 +290,11 @@ def build(
         raise CheckpointError("tensor layers.0.attn.wkv.weight is missing")
     max_running = (config.decode if role == "decode" else config.prefill).max_running
     recorder.set("deepinfer_kv_blocks_total", NUM_BLOCKS, {"group": "main"})
-    return FakeEngine(role=role, rank=rank, max_running=max_running, step_seconds=0.002)
+    return FakeEngine(
+        role=role,
+        rank=rank,
+        max_running=max_running,
+        step_seconds=0.002,
+        max_model_len=config.model.max_model_len or MAX_MODEL_LEN,
+        settings=config_fields(config),
+    )
