@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.ops import REFERENCE_NUMERICS, CandidateRule, PagedRows
-from deepinfer.kernels.reference import quantize
 from deepinfer.kernels.registry import KernelSet, select_kernels
 
 Check = Callable[["Bench"], None]
@@ -425,8 +424,3 @@ CHECKS: dict[str, Check] = {
     "attention": check_attention,
     "sampling": check_sampling,
 }
-
-
-def fp8_reference(x: Tensor) -> Tensor:
-    """x after the reference's FP8 cast."""
-    return quantize.dequantize_fp8(*quantize.quantize_fp8(x))
