@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from support.processes import RankPlace
 from support.rank_engines import make_request
 
 from deepinfer.config import ClusterConfig, load_config, resolve
+from deepinfer.errors import ConfigError
 from deepinfer.metrics import MemoryRecorder
 from deepinfer.protocol import Request
 from deepinfer.runtime.build import build_rank_engine
@@ -64,3 +66,13 @@ def tiny_requests(lengths: list[int], **sampling: Any) -> list[Request]:
 def with_sampling(request: Request, **changes: Any) -> Request:
     """The request with other sampling parameters."""
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, **changes))
+
+
+def smallest_cache(directory: Path, *settings: str) -> int:
+    """The least `cache.memory_bytes` with which both roles start: it holds one longest sequence."""
+    needed = []
+    for role in ("prefill", "decode"):
+        with pytest.raises(ConfigError, match="bytes are needed") as refused:
+            build_tiny_rank(role, directory, *settings, "cache.memory_bytes=1")
+        needed.append(int(str(refused.value).split(": ")[1].split()[0]))
+    return max(needed)
