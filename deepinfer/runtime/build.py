@@ -191,6 +191,7 @@ class _Builder:
             groups=loaded.kv_groups,
             device=self.platform.device,
             bad_word_ids=spell_bad_words,
+            gumbel_argmax=loaded.kernels.gumbel_argmax,
             max_drafts=self._num_decode_drafts(loaded),
             keeps_draft_scores=self.config.speculative.verifier == "rejection",
         )
