@@ -64,10 +64,12 @@ class DraftRunner:
 
     def block(self, *anchors: tuple[int, int], num_padding: int = 0) -> DraftBlock:
         """Run one draft pass for (slot, anchor token) pairs, followed by inert ones."""
-        slots = torch.tensor([slot for slot, _ in anchors] + [0] * num_padding)
+        nothing = [0] * num_padding
+        slots = torch.tensor([slot for slot, _ in anchors] + nothing, dtype=torch.int64)
+        positions = [self.lengths[slot] for slot, _ in anchors] + nothing
         inputs = DraftInputs(
-            anchor_ids=torch.tensor([token for _, token in anchors] + [0] * num_padding),
-            anchor_positions=torch.tensor([self.lengths[slot] for slot, _ in anchors] + [0] * num_padding),
+            anchor_ids=torch.tensor([token for _, token in anchors] + nothing, dtype=torch.int64),
+            anchor_positions=torch.tensor(positions, dtype=torch.int64),
             slots=slots,
             is_padding=slots == 0,
             caches=self.caches,

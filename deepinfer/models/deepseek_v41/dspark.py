@@ -94,7 +94,8 @@ class DraftNetwork:
         hidden = self.kernels.collapse_streams(streams, pre)
         normed = self.kernels.rms_norm(hidden, self.norm, epsilon=self.config.rms_norm_eps)
         logits = self.kernels.linear(normed, self.head, out_dtype=torch.float32)
-        return DraftBlock(logits.view(num_sequences, size, -1), hidden.view(num_sequences, size, -1))
+        shape = (num_sequences, size)
+        return DraftBlock(logits.unflatten(0, shape), hidden.unflatten(0, shape))
 
     def markov_bias(self, token_ids: Tensor) -> Tensor:
         """See `model_spec.DraftNetwork`."""
@@ -125,5 +126,5 @@ class DraftNetwork:
         first = torch.maximum(last - self.window + 1, caches.draft_starts[slots])
         wanted = first.unsqueeze(1) + torch.arange(self.window, device=slots.device)
         context = torch.where(wanted <= last.unsqueeze(1), slots.unsqueeze(1) * ring + wanted % ring, -1)
-        own = total + torch.arange(len(slots) * self.block_size, device=slots.device).view(len(slots), -1)
+        own = total + torch.arange(len(slots) * self.block_size, device=slots.device).view(-1, self.block_size)
         return torch.cat((context, own), 1)
