@@ -12,14 +12,15 @@ import pytest
 from support.oracle import Accepted, OracleDrafter
 from support.processes import RankPlace, run_processes
 from support.rank_engines import Answer, answer_all, answer_rounds
-from support.tiny_ranks import VOCAB_SIZE, build_tiny_rank, tiny_requests
+from support.tiny_ranks import VOCAB_SIZE, build_tiny_rank, tiny_requests, with_sampling
 
 from deepinfer.codec import unpack
 from deepinfer.errors import ConfigError
 from deepinfer.models.deepseek_v41.tiny import write_tiny
-from deepinfer.protocol import Request
+from deepinfer.protocol import FinishCode, Request
 from deepinfer.runtime.build_drafts import MakeDrafter
 from deepinfer.speculative.cost_table import read_table
+from deepinfer.tokenizer import Tokenizer
 
 RING = 28  # the tiny model's window of 16, and 12
 OFF = "speculative.max_draft_tokens=0"
@@ -179,3 +180,24 @@ def test_greedy_answers_do_not_depend_on_the_verifier(directory: Path, plain: di
     assert Counter(len(answer.token_ids) for answer in drafted.values()) == Counter(
         len(answer.token_ids) for answer in plain.values()
     )
+
+
+def test_a_stop_string_ends_an_accepted_run_wherever_it_is_completed(directory: Path) -> None:
+    """Drafts that are always right: the string is complete at the first, a middle or the last token of a run."""
+    tokenizer = Tokenizer.from_directory(directory)
+    (request,) = _requests([12], max_tokens=24, temperature=1.0, ignore_eos=True, logprobs=None)
+    whole = _answer(directory, [request], OFF)
+    token_ids = whole[0].token_ids
+    ends = set()
+    for place in range(3, 8):
+        text = tokenizer.decode(token_ids[place - 1 : place + 1])
+        if "�" in text or not text.strip():
+            continue
+        stopping = with_sampling(request, stop=(text,))
+        plain = _answer(directory, [stopping], OFF)
+        drafted = _answer(directory, [stopping], make_drafter=_oracle([request], whole, 1.0))
+        assert _visible(drafted) == _visible(plain)
+        assert plain[0].finish is FinishCode.STOP
+        ends.add(len(plain[0].token_ids))
+        assert drafted[0].num_accepted <= len(plain[0].token_ids) - 2
+    assert len(ends) >= 3
