@@ -192,3 +192,24 @@ def test_masks_are_built_while_the_rows_run(grammar: GrammarSpec | None) -> None
     assert len(answers[0].token_ids) == num_steps + 1 or grammar is None
     steps = len(answers[0].token_ids) - 1
     assert clock.now - begin == pytest.approx(steps * 0.010 + 0.008, abs=0.011)
+
+
+def test_many_rows_of_one_grammar_end_each_in_its_own_time() -> None:
+    """P24: the end of one row ends no other."""
+    spec = _regex("[!-?]{5,400}")
+    bias = {place: {EOS: [-100.0, 0.0, 100.0][place % 3]} for place in range(200)}
+    requests = [
+        msgspec.structs.replace(
+            make_request(place, [place % 60 + 1], max_tokens=450, ignore_eos=False, logit_bias=bias[place]),
+            grammar=spec,
+        )
+        for place in range(200)
+    ]
+    prefill = build_fake_rank("prefill", max_running=64, num_blocks=4000, max_model_len=512)
+    decode = build_fake_rank("decode", max_running=64, num_blocks=64 * 130, max_model_len=512)
+    answers = answer_all(prefill.engine, decode.engine, requests)
+    _check(requests, answers)
+    lengths = [len(answers[place].token_ids) - 1 for place in range(200)]
+    assert {lengths[place] for place in range(0, 200, 3)} == {400}
+    assert {lengths[place] for place in range(2, 200, 3)} == {5}
+    assert len({lengths[place] for place in range(1, 200, 3)}) > 10
