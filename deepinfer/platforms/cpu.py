@@ -107,7 +107,8 @@ class CpuPlatform:
     def memory_info(self) -> MemoryInfo:
         """Return the host's memory; free is what the system would hand out without swapping."""
         memory = psutil.virtual_memory()
-        return MemoryInfo(total_bytes=memory.total, free_bytes=memory.available)
+        own_bytes = psutil.Process().memory_info().rss
+        return MemoryInfo(total_bytes=memory.total, free_bytes=memory.available, own_bytes=own_bytes)
 
     def open_stream(self, name: str) -> CpuStream:
         """Return a new stream; `name` names its thread."""

@@ -44,8 +44,6 @@ class CudaPiece(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         """Wrap `work`; nothing runs yet."""
-        self.begin_seconds = 0.0
-        self.end_seconds = 0.0
         self._work: Callable[[], T] | None = work
         self._launched = threading.Event()
         self._value: T | None = None
@@ -61,7 +59,7 @@ class CudaPiece(Generic[T]):
             begin.record()
             self._value = self._work()
             end.record()
-            self._events, self._clock = (begin, end), clock
+            self._clock, self._events = clock, (begin, end)
         except BaseException as error:
             self._error = error
         self._work = None
@@ -83,13 +81,25 @@ class CudaPiece(Generic[T]):
     def result(self) -> T:
         """Wait for the host's and the device's part, and return what the work returned, or raise what it raised."""
         self._launched.wait()
-        if self._error is None and self._events is not None and self._clock is not None:
-            begin, end = self._events
-            end.synchronize()
-            self.begin_seconds, self.end_seconds = self._clock.seconds(begin), self._clock.seconds(end)
         if self._error is not None:
             raise self._error
+        assert self._events is not None, "launched without an error"
+        self._events[1].synchronize()
         return self._value  # type: ignore[return-value]
+
+    @property
+    def begin_seconds(self) -> float:
+        """See `platform.Piece`."""
+        return 0.0 if self._events is None else self._seconds(self._events[0])
+
+    @property
+    def end_seconds(self) -> float:
+        """See `platform.Piece`."""
+        return 0.0 if self._events is None else self._seconds(self._events[1])
+
+    def _seconds(self, event: torch.cuda.Event) -> float:
+        assert self._clock is not None, "set together with the events"
+        return self._clock.seconds(event) if event.query() else 0.0
 
 
 class CudaStream:
@@ -146,8 +156,9 @@ class NvidiaPlatform:
     def memory_info(self) -> MemoryInfo:
         """Return the GPU's memory; what torch keeps for reuse counts as free."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-        kept_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return MemoryInfo(total_bytes=total_bytes, free_bytes=free_bytes + kept_bytes)
+        own_bytes = torch.cuda.memory_allocated(self.device)
+        kept_bytes = torch.cuda.memory_reserved(self.device) - own_bytes
+        return MemoryInfo(total_bytes=total_bytes, free_bytes=free_bytes + kept_bytes, own_bytes=own_bytes)
 
     def open_stream(self, name: str) -> CudaStream:
         """Return a new stream; `name` names its thread."""

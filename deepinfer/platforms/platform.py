@@ -20,17 +20,28 @@ _MODULES: Final[dict[str, str]] = {"cpu": "deepinfer.platforms.cpu", "nvidia": "
 
 @dataclass(slots=True, frozen=True)
 class MemoryInfo:
-    """Memory of the device in bytes; `free_bytes` is what a new allocation can take."""
+    """Memory of the device in bytes.
+
+    `free_bytes`: what a new allocation can take. `own_bytes`: what this process holds.
+    """
 
     total_bytes: int
     free_bytes: int
+    own_bytes: int
 
 
 class Piece(Protocol[T_co]):
-    """One piece of work on a stream. `begin_seconds`, `end_seconds`: `time.monotonic()`, 0.0 before begin and end."""
+    """One piece of work on a stream."""
 
-    begin_seconds: float
-    end_seconds: float
+    @property
+    def begin_seconds(self) -> float:
+        """When the device began it, in `time.monotonic()`; 0.0 until then, and if it never ran."""
+        ...
+
+    @property
+    def end_seconds(self) -> float:
+        """When the device was done with it, likewise. Known once this piece or a later one of its stream is done."""
+        ...
 
     def done(self) -> bool:
         """True when `result` does not wait any more."""

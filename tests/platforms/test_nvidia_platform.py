@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from itertools import pairwise
 
 import pytest
 import torch
 
 from deepinfer.errors import ConfigError
-from deepinfer.platforms.nvidia import CudaStream, check_build, check_chip
+from deepinfer.platforms.nvidia import CudaClock, CudaPiece, CudaStream, check_build, check_chip
 from deepinfer.platforms.platform import load_platform
 
 
@@ -41,6 +42,54 @@ def test_a_torch_for_cpus_says_so() -> None:
         load_platform("nvidia")
 
 
+class VirtualEvent:
+    """A CUDA event on a device that is `now` milliseconds old and does every piece of work in `work` milliseconds."""
+
+    now, work = 0.0, 30.0
+    queued = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.happens = VirtualEvent.queued
+
+    def record(self) -> None:
+        self.happens = VirtualEvent.queued
+        VirtualEvent.queued += VirtualEvent.work
+
+    def query(self) -> bool:
+        return self.happens <= VirtualEvent.now
+
+    def synchronize(self) -> None:
+        VirtualEvent.now = max(VirtualEvent.now, self.happens)
+
+    def elapsed_time(self, end: VirtualEvent) -> float:
+        assert end.query(), "CUDA refuses to time what has not happened"
+        return end.happens - self.happens
+
+
+def test_times_of_a_piece_that_nobody_waits_for_are_known_once_a_later_one_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", VirtualEvent)
+    clock = CudaClock()
+    pieces = [CudaPiece(lambda: 7), CudaPiece(lambda: 8)]
+    assert [piece.run(clock) for piece in pieces] == [None, None]
+    assert [(piece.begin_seconds, piece.end_seconds) for piece in pieces] == [(0.0, 0.0)] * 2
+    assert not pieces[0].done()
+    assert pieces[1].result() == 8
+    times = [seconds for piece in pieces for seconds in (piece.begin_seconds, piece.end_seconds)]
+    assert [end - begin for begin, end in pairwise(times)] == pytest.approx([0.03] * 3)
+    assert abs(times[0] - time.monotonic()) < 60
+
+
+def test_a_piece_that_raises_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", VirtualEvent)
+    piece = CudaPiece(lambda: 1 // 0)
+    assert isinstance(piece.run(CudaClock()), ZeroDivisionError)
+    assert piece.done()
+    assert (piece.begin_seconds, piece.end_seconds) == (0.0, 0.0)
+
+
 @pytest.mark.gpu
 def test_pieces_run_in_order_while_the_host_goes_on() -> None:
     stream = CudaStream("test", torch.device("cuda", 0), num_threads=1)
@@ -49,7 +98,7 @@ def test_pieces_run_in_order_while_the_host_goes_on() -> None:
     pieces = [stream.submit(lambda step=step: data.mul_(2).add_(step)[0].clone()) for step in range(200)]
     assert not pieces[-1].done()
     assert int(pieces[2].result()) == 4
-    assert begin <= pieces[0].result() * 0 + pieces[0].begin_seconds <= pieces[0].end_seconds
+    assert begin <= pieces[0].begin_seconds <= pieces[0].end_seconds  # nobody has waited for it
     assert pieces[0].end_seconds <= pieces[2].end_seconds <= time.monotonic() + 1e-3
     stream.close()
     assert pieces[-1].done()
