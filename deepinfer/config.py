@@ -86,7 +86,7 @@ class DecodeConfig(_Section, frozen=True, kw_only=True):
 
 
 class CacheConfig(_Section, frozen=True, kw_only=True):
-    """KV cache of a rank. `memory_bytes` None: `memory_fraction` of what is free (GPU), 256 MiB (CPU)."""
+    """KV cache of a rank. `memory_bytes` None: `memory_fraction` of what is free for it (GPU), 256 MiB (CPU)."""
 
     block_size: int = 64
     memory_bytes: int | None = None
@@ -154,10 +154,15 @@ class ObservabilityConfig(_Section, frozen=True, kw_only=True):
 
 
 class ClusterConfig(_Section, frozen=True, kw_only=True):
-    """A whole engine. Built by `load_config`; `resolve` fills what depends on the machine, once."""
+    """A whole engine. Built by `load_config`; `resolve` fills what depends on the machine, once.
+
+    `ranks_per_device`: ranks of either role that share one GPU and its memory. None: 2 when neither `prefill.ranks` nor
+    `decode.ranks` is given, so that 1 + 1 ranks run on a single GPU; else 1. Without meaning on a CPU.
+    """
 
     name: str = "deepinfer"
     accelerator: Accelerator = "auto"
+    ranks_per_device: int | None = None
     model: ModelSource = ModelSource()
     ray: RayConfig = RayConfig()
     prefill: PrefillConfig = PrefillConfig()
@@ -202,6 +207,7 @@ _NOT_AVAILABLE: dict[str, object] = {
 }
 
 _POSITIVE = (
+    "ranks_per_device",
     "model.max_model_len",
     "model.prefill_keep_tokens",
     "ray.object_store_bytes",
@@ -269,9 +275,11 @@ def resolve(config: ClusterConfig, *, accelerator: str) -> ClusterConfig:
     """Return `config` with every automatic choice made for a machine whose best accelerator is `accelerator`."""
     chosen: Accelerator = accelerator if config.accelerator == "auto" else config.accelerator  # type: ignore[assignment]
     ranks = {"cpu": (2, 4)}.get(chosen, (1, 1))
+    shares_device = chosen != "cpu" and config.prefill.ranks is None and config.decode.ranks is None
     return msgspec.structs.replace(
         config,
         accelerator=chosen,
+        ranks_per_device=config.ranks_per_device or (2 if shares_device else 1),
         prefill=msgspec.structs.replace(config.prefill, ranks=config.prefill.ranks or ranks[0]),
         decode=msgspec.structs.replace(config.decode, ranks=config.decode.ranks or ranks[1]),
         cache_dir=str(Path(config.cache_dir).expanduser()),

@@ -130,6 +130,7 @@ def test_options_are_a_decision() -> None:
     assert all_paths() == [
         "name",
         "accelerator",
+        "ranks_per_device",
         "model.path",
         "model.revision",
         "model.max_model_len",

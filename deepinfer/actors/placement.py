@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,21 +20,26 @@ from deepinfer.errors import ClusterError, ConfigError
 
 # What one rank takes from Ray, by accelerator.
 _RESOURCES = {"cpu": "CPU", "nvidia": "GPU"}
+_RAY_PARTS = 10_000  # Ray counts a resource in parts of this size
 
 
 @dataclass(slots=True, frozen=True)
 class Placement:
-    """A reserved place for every rank of a role: rank r runs in the bundle `bundle_indexes[r]`."""
+    """A reserved place for every rank of a role: rank r runs in the bundle `bundle_indexes[r]`.
+
+    A rank takes `share` of a `resource`.
+    """
 
     group: PlacementGroup
     resource: str
+    share: float
     bundle_indexes: tuple[int, ...]
 
     def actor_options(self, rank: int) -> dict[str, Any]:
         """Return the options that put the actor of `rank` into its place."""
         return {
-            "num_cpus": 1 if self.resource == "CPU" else 0,
-            "num_gpus": 1 if self.resource == "GPU" else 0,
+            "num_cpus": self.share if self.resource == "CPU" else 0,
+            "num_gpus": self.share if self.resource == "GPU" else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self.group, placement_group_bundle_index=self.bundle_indexes[rank]
             ),
@@ -45,26 +51,47 @@ class Placement:
 
 
 async def place(
-    role: str, *, num_ranks: int, ranks_per_node: int | None, accelerator: str, name: str, timeout_seconds: float
+    role: str,
+    *,
+    num_ranks: int,
+    ranks_per_node: int | None,
+    ranks_per_device: int,
+    accelerator: str,
+    name: str,
+    timeout_seconds: float,
 ) -> Placement:
     """Reserve places for `num_ranks` ranks, `ranks_per_node` on each node if given, else packed.
 
-    Ranks are numbered by node, so that neighbours share a machine. Raises ConfigError when the cluster is too small,
-    ClusterError when what is asked for is not free within `timeout_seconds`; both name what was asked and what is free.
+    `ranks_per_device` ranks, of this role or another one, share a GPU; a rank always has a CPU of its own. Ranks are
+    numbered by node, so that neighbours share a machine. Raises ConfigError when the cluster is too small, ClusterError
+    when what is asked for is not free within `timeout_seconds`; both name what was asked and what is free.
     """
     resource = _RESOURCES[accelerator]
+    share = rank_share(resource, ranks_per_device)
     sizes = _bundle_sizes(num_ranks, ranks_per_node)
+    amounts = [bundle_amount(size, share) for size in sizes]
     strategy = "PACK" if ranks_per_node is None else "STRICT_SPREAD"
-    group = placement_group([{resource: size} for size in sizes], strategy=strategy, name=f"{name}-{role}")
+    group = placement_group([{resource: amount} for amount in amounts], strategy=strategy, name=f"{name}-{role}")
     try:
         await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), timeout_seconds)
     except TimeoutError:
-        failure = await asyncio.to_thread(_explain, role, resource, sizes, timeout_seconds)
+        failure = await asyncio.to_thread(_explain, role, resource, amounts, timeout_seconds)
         remove_placement_group(group)
         raise failure from None
     nodes = placement_group_table(group)["bundles_to_node_id"]
     in_order = sorted(range(len(sizes)), key=lambda bundle: (nodes[bundle], bundle))
-    return Placement(group, resource, tuple(bundle for bundle in in_order for _ in range(sizes[bundle])))
+    return Placement(group, resource, share, tuple(bundle for bundle in in_order for _ in range(sizes[bundle])))
+
+
+def rank_share(resource: str, ranks_per_device: int) -> float:
+    """Return what one rank takes, rounded down to what Ray can count, so that all shares of a device fit on it."""
+    return 1 if resource == "CPU" else (_RAY_PARTS // ranks_per_device) / _RAY_PARTS
+
+
+def bundle_amount(num_ranks: int, share: float) -> float:
+    """Return what a bundle for `num_ranks` ranks reserves; Ray takes whole devices only, or a part of one."""
+    amount = round(num_ranks * share * _RAY_PARTS) / _RAY_PARTS
+    return amount if amount < 1 else math.ceil(amount)
 
 
 def _bundle_sizes(num_ranks: int, ranks_per_node: int | None) -> list[int]:
@@ -75,15 +102,18 @@ def _bundle_sizes(num_ranks: int, ranks_per_node: int | None) -> list[int]:
     return [ranks_per_node] * whole + ([rest] if rest else [])
 
 
-def _explain(role: str, resource: str, sizes: list[int], seconds: float) -> ConfigError | ClusterError:
+def _explain(role: str, resource: str, amounts: list[float], seconds: float) -> ConfigError | ClusterError:
     total = ray.cluster_resources().get(resource, 0.0)
     free = ray.available_resources().get(resource, 0.0)
     num_nodes = sum(1 for node in ray.nodes() if node["Alive"])
-    asked = f"{len(sizes)} nodes with {max(sizes)} {resource} each" if max(sizes) > 1 else f"{len(sizes)} {resource}"
+    is_spread = max(amounts) > 1
+    asked = (
+        f"{len(amounts)} nodes with {max(amounts):g} {resource} each" if is_spread else f"{sum(amounts):g} {resource}"
+    )
     message = (
         f"no place for the {role} ranks within {seconds:g} s: asked for {asked}, "
         f"free are {free:g} of {total:g} {resource} on {num_nodes} node(s)"
     )
-    if total < sum(sizes) or num_nodes < (len(sizes) if max(sizes) > 1 else 1):
+    if total < sum(amounts) or num_nodes < (len(amounts) if is_spread else 1):
         return ConfigError(f"{message}; ask for fewer ranks or add nodes", path=f"{role}.ranks")
     return ClusterError(f"{message}; wait until others have finished or ask for fewer ranks")

@@ -134,6 +134,7 @@ class RankGroup:
             self.role,
             num_ranks=self.num_ranks,
             ranks_per_node=self._ranks_per_node,
+            ranks_per_device=self._config.ranks_per_device or 1,
             accelerator=self._config.accelerator,
             name=self._name,
             timeout_seconds=self._config.scheduler.placement_timeout_seconds,

@@ -153,7 +153,9 @@ class _Builder:
         """Decide how many blocks and slots there are."""
         return size_caches(
             loaded.kv_groups,
-            budget_bytes=cache_budget(self.config.cache, self.platform),
+            budget_bytes=cache_budget(
+                self.config.cache, self.platform, ranks_per_device=self.config.ranks_per_device or 1
+            ),
             max_running=self.max_running,
             max_model_len=loaded.max_model_len,
             draft_bytes_per_slot=draft_bytes_per_slot(

@@ -24,18 +24,21 @@ class CacheSize:
     num_bytes: int
 
 
-def cache_budget(config: CacheConfig, platform: Platform) -> int:
+def cache_budget(config: CacheConfig, platform: Platform, *, ranks_per_device: int) -> int:
     """Return the bytes for caches and slot table: as configured, else 256 MiB on a CPU, else a share of what is free.
 
-    Call it after the weights are loaded. Raises ConfigError when a configured size is not free.
+    Of a device that `ranks_per_device` ranks share, each may have an equal part, whoever loads first: what this rank
+    holds already counts against its part. Call it after the weights are loaded. Raises ConfigError when a configured
+    size is not free.
     """
-    free_bytes = platform.memory_info().free_bytes
+    memory = platform.memory_info()
     if config.memory_bytes is None:
-        return (
-            min(_CPU_DEFAULT_BYTES, free_bytes) if platform.name == "cpu" else int(free_bytes * config.memory_fraction)
-        )
-    if config.memory_bytes > free_bytes:
-        message = f"{config.memory_bytes} bytes are asked for, {free_bytes} are free"
+        if platform.name == "cpu":
+            return min(_CPU_DEFAULT_BYTES, memory.free_bytes)
+        part_bytes = memory.total_bytes // ranks_per_device - memory.own_bytes
+        return int(max(0, min(memory.free_bytes, part_bytes)) * config.memory_fraction)
+    if config.memory_bytes > memory.free_bytes:
+        message = f"{config.memory_bytes} bytes are asked for, {memory.free_bytes} are free"
         raise ConfigError(message, path="cache.memory_bytes")
     return config.memory_bytes
 

@@ -142,6 +142,23 @@ def test_resolve_fills_what_depends_on_the_machine() -> None:
     assert (gpu.accelerator, gpu.prefill.ranks, gpu.decode.ranks) == ("nvidia", 1, 1)
     assert None not in (config_fields(cpu)["prefill.ranks"], config_fields(cpu)["decode.ranks"])
     assert resolve(cpu, accelerator="nvidia") == cpu
+    assert resolve(gpu, accelerator="nvidia") == gpu
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "settings", "shared"),
+    [
+        ("nvidia", [], 2),
+        ("nvidia", ["decode.ranks=1"], 1),
+        ("nvidia", ["decode.ranks=2", "ranks_per_device=3"], 3),
+        ("cpu", [], 1),
+    ],
+)
+def test_two_ranks_share_a_gpu_when_nobody_says_how_many_there_are(
+    accelerator: str, settings: list[str], shared: int
+) -> None:
+    config = load_config(settings=settings, environ={}).config
+    assert resolve(config, accelerator=accelerator).ranks_per_device == shared
 
 
 def test_config_survives_the_wire() -> None:

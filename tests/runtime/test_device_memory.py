@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
 from deepinfer.config import CacheConfig
 from deepinfer.errors import ConfigError
 from deepinfer.kv_cache.kv_groups import KVGroup
-from deepinfer.platforms.platform import load_platform
+from deepinfer.platforms.platform import MemoryInfo, load_platform
 from deepinfer.runtime.device_memory import cache_budget, size_caches
 
 GROUPS = (
@@ -46,7 +49,33 @@ def test_one_longest_sequence_has_to_fit() -> None:
 
 def test_the_budget_of_a_cpu() -> None:
     platform = load_platform("cpu")
-    assert cache_budget(CacheConfig(memory_bytes=12345), platform) == 12345
-    assert cache_budget(CacheConfig(), platform) <= 256 * 1024 * 1024
+    assert cache_budget(CacheConfig(memory_bytes=12345), platform, ranks_per_device=1) == 12345
+    assert cache_budget(CacheConfig(), platform, ranks_per_device=1) <= 256 * 1024 * 1024
     with pytest.raises(ConfigError, match=r"cache\.memory_bytes: .* are free"):
-        cache_budget(CacheConfig(memory_bytes=2**60), platform)
+        cache_budget(CacheConfig(memory_bytes=2**60), platform, ranks_per_device=1)
+
+
+@dataclass
+class Gpu:
+    """As much of a platform as the budget looks at."""
+
+    memory: MemoryInfo
+    name: str = "nvidia"
+
+    def memory_info(self) -> MemoryInfo:
+        return self.memory
+
+
+@pytest.mark.parametrize(
+    ("own", "free", "ranks", "budget"),
+    [
+        (300, 700, 1, 350),  # alone: half of what is free
+        (300, 700, 2, 100),  # the other rank has loaded nothing yet, and is left its 500
+        (300, 200, 2, 100),  # the other rank has taken its 500
+        (300, 100, 2, 50),  # somebody else is there too
+        (600, 400, 2, 0),  # the weights alone are more than the part
+    ],
+)
+def test_ranks_that_share_a_gpu_get_equal_parts_of_it(own: int, free: int, ranks: int, budget: int) -> None:
+    gpu: Any = Gpu(MemoryInfo(total_bytes=1000, free_bytes=free, own_bytes=own))
+    assert cache_budget(CacheConfig(memory_fraction=0.5), gpu, ranks_per_device=ranks) == budget
