@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import GOLDEN
+
 # Before torch is imported: threads that wait for each other cost ten times the work on a small, busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,6 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="directory with the full golden set (one folder per variant); default: the trimmed set under tests/golden",
     )
+    parser.addoption("--memory-rows", type=int, default=4000, help="rows of the memory scenario P11; in full 202000")
+    parser.addoption("--cold-starts", type=int, default=2, help="new processes in the start scenario P10; in full 10")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

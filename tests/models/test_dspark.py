@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import GOLDEN
 from support.draft_case import DraftRunner, draft_model
 from support.golden_case import golden_model
 from support.step_runner import Chunk, StepRunner
@@ -13,6 +12,7 @@ from torch import Tensor
 from deepinfer.models.deepseek_v41.caches import DRAFT_GROUP
 from deepinfer.models.deepseek_v41.dspark_rings import FeatureTap
 from deepinfer.models.model_spec import DraftBlock, KVPart
+from tests.support.paths import GOLDEN
 
 W16 = GOLDEN / "w16"
 WINDOW, RING, BLOCK = 16, 28, 5

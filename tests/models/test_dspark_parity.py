@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import GOLDEN
 from support.draft_case import DraftRunner, draft_model
 from support.golden_case import case_names, read_tensors, relative_error, variants
 from torch import Tensor
+
+from tests.support.paths import GOLDEN
 
 MODES = ("fp32_noq", "ref", "noq")
 SAME_BACKBONE = {"fp32_noq": 5e-6, "ref": 3e-4, "noq": 3e-4}  # relative error of logits; stored as float16 but fp32_noq
