@@ -110,11 +110,12 @@ def build_planner(
     """
     path = table_path(cache_dir, {**key, "max_drafts": max_drafts, "max_running": room.max_running})
     table = read_table(path)
-    is_known = table is not None
+    is_known, num_slots = table is not None, room.num_slots
     if groups is not None:
-        is_known = bool(groups.sync.all_gather(torch.tensor([int(is_known)])).all())
+        gathered = groups.sync.all_gather(torch.tensor([int(is_known), num_slots]))
+        is_known, num_slots = bool(gathered[:, 0].all()), int(gathered[:, 1].min())
     if table is None or not is_known:
-        table = measure_costs(runner, stream, room, max_drafts=max_drafts)
+        table = measure_costs(runner, stream, room, num_slots=num_slots, max_drafts=max_drafts)
         write_table(path, table)
         _LOGGER.info("measured the costs of a step and kept them in %s", path)
     return VerifyPlanner(table, max_drafts)

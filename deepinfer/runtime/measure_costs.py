@@ -51,9 +51,12 @@ class Room:
         return max(1, min(self.max_running, *fitting))
 
 
-def measure_costs(runner: ModelRunner, stream: Stream, room: Room, *, max_drafts: int) -> CostTable:
-    """Return the median seconds of steps with 1, 2, 4, .. sequences and 0 .. `max_drafts` drafts each."""
-    sizes = tuple(_doubling(room.num_slots))
+def measure_costs(runner: ModelRunner, stream: Stream, room: Room, *, num_slots: int, max_drafts: int) -> CostTable:
+    """Return the median seconds of steps with 1, 2, 4, .. `num_slots` sequences and 0 .. `max_drafts` drafts each.
+
+    Both numbers are the same on all ranks of a group; `num_slots` is at most the room's.
+    """
+    sizes = tuple(_doubling(num_slots))
     lengths = tuple(sorted({count for count in _NUM_DRAFTS if count < max_drafts} | {max_drafts}))
     rows = []
     for size in sizes:

@@ -151,22 +151,23 @@ def test_varying_lengths_change_nothing_and_costs_are_measured_once(
     assert all(seconds > 0 for row in table.seconds for seconds in row)
 
 
-def _work(place: RankPlace, task: tuple[Path, list[list[Request]], dict[int, Answer] | None]) -> Any:
-    directory, by_rank, known = task
+def _work(place: RankPlace, task: tuple[Path, list[list[Request]], dict[int, Answer] | None, list[str]]) -> Any:
+    directory, by_rank, known, settings = task
     requests = [request for part in by_rank for request in part]
     make_drafter = None if known is None else _oracle(requests, known, 0.75)
     prefill = build_tiny_rank("prefill", directory, place=place)
-    decode = build_tiny_rank("decode", directory, place=place, make_drafter=make_drafter)
+    decode = build_tiny_rank("decode", directory, *settings, place=place, make_drafter=make_drafter)
     return answer_rounds(place, prefill, decode, [by_rank[place.rank]])
 
 
-@pytest.mark.parametrize("with_oracle", [False, True])
-def test_a_group_gives_the_tokens_of_one_rank(directory: Path, with_oracle: bool) -> None:
+@pytest.mark.parametrize(("with_oracle", "varlen"), [(False, False), (True, True)])
+def test_a_group_gives_the_tokens_of_one_rank(directory: Path, tmp_path: Path, with_oracle: bool, varlen: bool) -> None:
     """Two ranks with spread experts, also those of the draft stages; the second has little to do and drafts along."""
     requests = _requests([1, 17, 40], logprobs=None, max_tokens=8)
     plain = _answer(directory, requests, OFF)
     by_rank = [requests[:2], requests[2:]]
-    results = run_processes(_work, 2, (directory, by_rank, plain if with_oracle else None))
+    settings = [f"speculative.varlen={str(varlen).lower()}", f"cache_dir={tmp_path}", "decode.max_running=2"]
+    results = run_processes(_work, 2, (directory, by_rank, plain if with_oracle else None, settings))
     merged = {index: tokens for part in results for index, tokens in part.items()}
     assert merged == {index: answer.token_ids for index, answer in plain.items()}
 
