@@ -1,4 +1,4 @@
-"""`deepinfer doctor`: what is on this machine and which settings are in force."""
+"""`deepinfer doctor`: what is on this machine, which kernels would run and which settings are in force."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from deepinfer import __version__
 from deepinfer.cli.options import AsJson, Cluster, Settings, read_config
 from deepinfer.config import ENVIRONMENT, ClusterConfig, LoadedConfig, config_fields
 from deepinfer.errors import ConfigError
-from deepinfer.kernels.registry import select_kernels
-from deepinfer.platforms.devices import describe_devices
+from deepinfer.kernels.registry import KernelChoice, choose_kernels
+from deepinfer.platforms.devices import describe_devices, describe_toolchain
 from deepinfer.platforms.platform import detect_accelerator
 
-_PACKAGES = ("torch", "ray", "triton", "safetensors", "tokenizers", "flash-mla", "deep-gemm", "deep-ep")
+_PACKAGES = ("torch", "ray", "safetensors", "tokenizers", "deepseek-recipe", "xgrammar")
+_KERNEL_PACKAGES = ("triton", "sgl-deep-gemm", "apache-tvm-ffi", "sgl-flash-mla")
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def doctor(cluster: Cluster = None, settings: Settings = None, as_json: AsJson = False) -> None:
-    """Show accelerators, packages, memory, and the settings in force with their source.
+    """Show accelerators, packages, the kernels that would run, memory, and the settings in force with their source.
 
     Example: deepinfer doctor --json
     """
@@ -42,7 +43,7 @@ def examine(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
     return {
         "software": _software(),
         "accelerators": _accelerators(loaded.config),
-        "kernels": _kernels(loaded.config),
+        **_kernels(loaded.config),
         "memory": _memory(Path(loaded.config.cache_dir)),
         "settings": _settings(loaded),
         "environment": _environment(loaded),
@@ -63,20 +64,48 @@ def _version(package: str) -> str:
 
 def _accelerators(config: ClusterConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {"detected": detect_accelerator(), "chosen": config.accelerator, "cpus": os.cpu_count()}
-    return facts | {f"gpu {index}": text for index, text in enumerate(describe_devices())}
+    devices = {f"gpu {index}": text for index, text in enumerate(describe_devices())}
+    packages = {name: _version(name) for name in _KERNEL_PACKAGES}
+    return facts | (devices or {"gpus": "none that torch can use"}) | describe_toolchain() | packages
 
 
-def _kernels(config: ClusterConfig) -> dict[str, Any]:
-    """Return op -> backend; a choice that can't be made is a fact here, not a failure of the command."""
+def _kernels(config: ClusterConfig) -> dict[str, dict[str, Any]]:
+    """Return what serves each op, and which backends can be used.
+
+    A choice that can't be made is a fact here, not a failure of the command.
+    """
+    if config.accelerator != "cpu" and not describe_devices():
+        return {"kernels": {"not chosen": "this machine has no GPU; doctor says more on one of the ranks' machines"}}
     try:
-        return select_kernels(
+        choice = choose_kernels(
             config.accelerator,
             numerics=config.kernels.numerics,
             batch_invariant=config.determinism.batch_invariant,
             overrides=config.kernels.overrides,
-        ).describe()
+        )
     except ConfigError as error:
-        return {"not usable": str(error)}
+        return {"kernels": {"not usable": str(error)}}
+    return {"kernels": _entries(choice), "kernel backends": _backends(choice)}
+
+
+def _entries(choice: KernelChoice) -> dict[str, Any]:
+    return {
+        op: {
+            "backend": name,
+            "package": entry.package,
+            "batch_invariant": entry.batch_invariant,
+            "verified_chips": list(entry.verified_chips),
+            "verified_here": op not in choice.unverified,
+        }
+        for op, (name, entry) in choice.entries.items()
+    }
+
+
+def _backends(choice: KernelChoice) -> dict[str, Any]:
+    return {
+        backend.name: "usable" if backend.fault is None else f"passed over: {backend.fault}; {backend.cost_without}"
+        for backend in choice.backends
+    }
 
 
 def _memory(cache_dir: Path) -> dict[str, Any]:
@@ -114,9 +143,18 @@ def _lines(section: dict[str, Any]) -> list[str]:
     for name, value in section.items():
         if not isinstance(value, dict):
             lines.append(f"  {name:<{width}}  {value}")
+        elif "backend" in value:
+            lines.append(f"  {name:<{width}}  {_kernel_line(value)}")
         elif value["source"] != "default" or "meaning" in value:
             lines.append(f"  {name:<{width}}  {value['value']}  ({value['source']})")
     return lines
+
+
+def _kernel_line(entry: dict[str, Any]) -> str:
+    invariant = "batch-invariant" if entry["batch_invariant"] else "not batch-invariant"
+    chips = f"verified on {', '.join(entry['verified_chips'])}" if entry["verified_chips"] else "verified"
+    here = "" if entry["verified_here"] else ", NOT on this chip"
+    return f"{entry['backend']:<10} {entry['package']:<14} {invariant:<20} {chips}{here}"
 
 
 def _gib(num_bytes: int) -> str:

@@ -81,11 +81,30 @@ class Implementation:
 
 @dataclass(slots=True, frozen=True)
 class Backend:
-    """A loaded backend: its implementations by op, or why it can't be used here (`fault`)."""
+    """A loaded backend: its implementations by op, or why it can't be used here (`fault`) and what that costs."""
 
     name: str
     implementations: dict[str, Implementation]
     fault: str | None
+
+    @property
+    def cost_without(self) -> str:
+        """What a start without this backend costs."""
+        return _COST_WITHOUT.get(self.name, "other backends take its place")
+
+
+@dataclass(slots=True, frozen=True)
+class KernelChoice:
+    """Which backend and implementation serves each op (`entries`), out of `backends`, the preferred one first.
+
+    `unverified`: ops whose implementation names the chips it was tested on, and `chip` (None on a CPU) is none of them.
+    """
+
+    numerics: ops.Numerics
+    chip: str | None
+    entries: dict[str, tuple[str, Implementation]]
+    backends: tuple[Backend, ...]
+    unverified: tuple[str, ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -133,26 +152,40 @@ def select_kernels(
     batch_invariant: bool,
     overrides: dict[str, str],
 ) -> KernelSet:
+    """Build the implementations that `choose_kernels` picks.
+
+    A backend that can't be used is passed over with a warning that says what this costs.
+    """
+    choice = choose_kernels(platform_name, numerics=numerics, batch_invariant=batch_invariant, overrides=overrides)
+    for backend in choice.backends:
+        if backend.fault is not None:
+            _log.warning("kernels %s can't be used (%s): %s", backend.name, backend.fault, backend.cost_without)
+    if choice.unverified:
+        _log.warning("not tested on %s: %s", choice.chip, ", ".join(choice.unverified))
+    built = {op: entry.build(choice.numerics) for op, (_, entry) in choice.entries.items()}
+    names = {op: name for op, (name, _) in choice.entries.items()}
+    return KernelSet(numerics=choice.numerics, backends=names, **built)
+
+
+def choose_kernels(
+    platform_name: str,
+    *,
+    numerics: Literal["reference", "fp32"] | ops.Numerics,
+    batch_invariant: bool,
+    overrides: dict[str, str],
+) -> KernelChoice:
     """Pick the first fitting implementation of every op, in the platform's order of backends.
 
-    `overrides` (op -> backend) fixes a backend for an op. A backend that can't be used is passed over with a warning
-    that says what this costs. Raises `ConfigError` naming the op when nothing fits.
+    `overrides` (op -> backend) fixes a backend for an op. Raises `ConfigError` naming the op when nothing fits.
     """
     chosen = numerics if isinstance(numerics, ops.Numerics) else _NUMERICS[numerics]
     device_type, order = _platform(platform_name)
     _check_overrides(overrides)
     wanted = _Wanted(device_type, _chip(device_type), chosen, batch_invariant)
     loaded = {name: load_backend(name, device_type) for name in dict.fromkeys((*order, *overrides.values()))}
-    for backend in loaded.values():
-        if backend.fault is not None:
-            cost = _COST_WITHOUT.get(backend.name, "other backends take its place")
-            _log.warning("kernels %s can't be used (%s): %s", backend.name, backend.fault, cost)
     entries = {op: _pick(op, (overrides[op],) if op in overrides else order, loaded, wanted) for op in op_names()}
     unverified = sorted(op for op, (_, entry) in entries.items() if wanted.is_unverified(entry))
-    if unverified:
-        _log.warning("not tested on %s: %s", wanted.chip, ", ".join(unverified))
-    built = {op: entry.build(chosen) for op, (_, entry) in entries.items()}
-    return KernelSet(numerics=chosen, backends={op: name for op, (name, _) in entries.items()}, **built)
+    return KernelChoice(chosen, wanted.chip, entries, tuple(loaded.values()), tuple(unverified))
 
 
 @dataclass(slots=True, frozen=True)

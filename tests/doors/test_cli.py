@@ -220,7 +220,7 @@ def test_doctor_names_the_source_of_every_setting(
     assert facts["settings"]["decode.ranks"] == {"value": 3, "source": "--set"}
     assert facts["settings"]["prefill.ranks"] == {"value": 2, "source": "default"}
     assert facts["environment"]["DEEPINFER_CACHE_DIR"]["value"] == str(cache_dir)
-    assert facts["kernels"]["sparse_attention"] == "reference"
+    assert facts["kernels"]["sparse_attention"]["backend"] == "reference"
     assert run_command(["doctor"]) == 0
     assert "DEEPINFER_CACHE_DIR" in capsys.readouterr().out
 
