@@ -20,7 +20,9 @@ from deepinfer.actors.rank_actor import RankProgram
 from deepinfer.client import EngineClient, RequestMaker, Run
 from deepinfer.config import ClusterConfig, load_config, resolve
 from deepinfer.errors import ClusterError, ConfigError, RequestError
-from deepinfer.launcher import RayConnection, open_ray, start_engine, stop_engine
+from deepinfer.launcher import RayConnection, check_joinable, find_driver, open_ray, start_engine, stop_engine
+from deepinfer.log import get_logger
+from deepinfer.models.deepseek_v41.weights import model_digest
 from deepinfer.models.model_source import resolve_model
 from deepinfer.outputs import ChatOptions, CompletionOutput, RequestOutput, Row, RowResult, ToolCall
 from deepinfer.platforms.platform import detect_accelerator
@@ -32,17 +34,21 @@ __all__ = ["LLM", "ChatOptions", "CompletionOutput", "RequestOutput", "Row", "Ro
 Prompt: TypeAlias = str | list[int]
 Messages: TypeAlias = list[dict[str, Any]]
 
+_LOGGER = get_logger("start")
+
 _CHAT_FIELDS = tuple(ChatOptions.__dataclass_fields__)
 _ROW_FIELDS = ("prompt", "messages", "params", "tag", *_CHAT_FIELDS)
 
 
 class LLM:
-    """An engine of its own, from `LLM(...)` to `close()` or the end of the `with` block.
+    """An engine, from `LLM(...)` to `close()` or the end of the `with` block: one of its own, or a running one.
 
     `model`: "tiny", a checkpoint directory or a Hugging Face repository; None takes it from `cluster`, the environment
     or the default. `cluster`: a YAML file, a ClusterConfig, or None for this machine. `settings`: any config fields by
     dotted path, e.g. {"decode.ranks": 2}. Ray is started when this process has none and no address is configured.
-    `rank_program` replaces the code that ranks run. Calls may come from several threads.
+    `attach`: use the engine of this name that `deepinfer-cluster up` has started, if it is up, and leave it running;
+    it must be what is asked for. None: if `cluster` is a file. `rank_program` replaces the code that ranks run. Calls
+    may come from several threads.
     Raises ConfigError (nothing was started) and ClusterError (the engine did not come up; nothing is left of it).
     """
 
@@ -52,28 +58,36 @@ class LLM:
         cluster: str | Path | ClusterConfig | None = None,
         *,
         settings: Mapping[str, object] | None = None,
+        attach: bool | None = None,
         rank_program: RankProgram | None = None,
     ) -> None:
-        """Start the engine and wait until every rank is ready."""
+        """Start or find the engine and wait until every rank is ready."""
         self.config = _load(model, cluster, settings or {})
         directory = resolve_model(
             self.config.model.path, revision=self.config.model.revision, cache_dir=Path(self.config.cache_dir)
         )
         self.model_directory = directory
         self.tokenizer = Tokenizer.from_directory(directory)
-        connection = open_ray(self.config)
+        may_attach = isinstance(cluster, str | Path) if attach is None else attach
+        connection = open_ray(self.config, attach=may_attach)
+        own_driver: ActorHandle[Any] | None = None
         try:
-            driver, facts = start_engine(
-                self.config,
-                name=f"{self.config.name}-{secrets.token_hex(3)}",
-                model_directory=str(directory),
-                program=rank_program or RankProgram(),
-            )
+            client = _join(self.config, directory) if may_attach else None
+            if client is None:
+                own_driver, started = start_engine(
+                    self.config,
+                    name=f"{self.config.name}-{secrets.token_hex(3)}",
+                    model_directory=str(directory),
+                    program=rank_program or RankProgram(),
+                )
+                client = EngineClient(own_driver, started)
         except BaseException:
             connection.close()
             raise
-        self._end = weakref.finalize(self, _end, driver, connection)
-        self._client = EngineClient(driver, facts)
+        self._end = weakref.finalize(self, _end, own_driver, connection)
+        self._client = client
+        facts = client.facts
+        self._max_in_flight = min(self.config.scheduler.max_in_flight, facts.config.scheduler.max_in_flight)
         self.max_model_len = facts.max_model_len
         self._maker = RequestMaker(
             self.tokenizer,
@@ -91,7 +105,10 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine and what was started for it. May be called twice; happens by itself at exit."""
+        """Stop an engine of one's own and what was started for it, or leave a running one. May be called twice.
+
+        It happens by itself at exit.
+        """
         self._end()
 
     def status(self) -> dict[str, Any]:
@@ -198,7 +215,7 @@ class LLM:
 
     def _run(self, rows: Iterable[Row], *, max_in_flight: int | None, stream: bool = False) -> Run:
         self._check_open()
-        limit = self.config.scheduler.max_in_flight
+        limit = self._max_in_flight
         if max_in_flight is not None and not 1 <= max_in_flight <= limit:
             raise ConfigError(
                 f"must lie in 1 .. {limit} (scheduler.max_in_flight), not {max_in_flight}", path="max_in_flight"
@@ -214,9 +231,21 @@ class LLM:
             raise ClusterError("this LLM is closed; make a new one")
 
 
-def _end(driver: ActorHandle[Any], connection: RayConnection) -> None:
-    stop_engine(driver)
+def _end(own_driver: ActorHandle[Any] | None, connection: RayConnection) -> None:
+    if own_driver is not None:
+        stop_engine(own_driver)
     connection.close()
+
+
+def _join(config: ClusterConfig, directory: Path) -> EngineClient | None:
+    """Return a client of the running engine of that name; None when none is up, ConfigError when it is another one."""
+    if find_driver(config.name, namespace=config.ray.namespace) is None:
+        _LOGGER.info("no engine %r is up; starting a private one", config.name)
+        return None
+    client = EngineClient.connect(config.name, namespace=config.ray.namespace)
+    check_joinable(config, model_digest(directory), client.facts)
+    _LOGGER.info("using the running engine %r", config.name)
+    return client
 
 
 def _load(

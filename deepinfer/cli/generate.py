@@ -64,7 +64,7 @@ def generate(
         seq_seed=seed,
         so_args=_so_args(json_schema, regex, ebnf),
     )
-    with LLM(cluster=config) as llm:
+    with LLM(cluster=config, attach=cluster is not None) as llm:
         for prompt in prompts:
             if chat:
                 messages = [{"role": "user", "content": prompt}]

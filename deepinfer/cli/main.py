@@ -10,7 +10,7 @@ import importlib
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,16 +75,25 @@ def _not_loaded() -> None:
 
 def main() -> None:
     """Run the command line of this process."""
-    signal.signal(signal.SIGTERM, _interrupt)
-    sys.exit(run_command(sys.argv[1:]))
+    signal.signal(signal.SIGTERM, interrupt)
+    code = run_command(sys.argv[1:])
+    if sys.argv[1:2] == ["run"] and not sys.stderr.isatty():
+        # Where a log is all that a user sees (`ray job submit` itself knows only 0 and 1), its last line says it.
+        print(f"deepinfer: exit code {code}", file=sys.stderr, flush=True)
+    sys.exit(code)
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run `deepinfer` with `arguments` and return its exit code; errors are told on stderr in one or two lines."""
-    is_verbose = "-v" in arguments or "--verbose" in arguments
+    """Run `deepinfer` with `arguments` and return its exit code; see `run_app`."""
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    return run_app(lambda: build_app(wanted), arguments, name="deepinfer")
+
+
+def run_app(make_app: Callable[[], typer.Typer], arguments: Sequence[str], *, name: str) -> int:
+    """Run a command line and return its exit code; errors are told on stderr in one or two lines."""
+    is_verbose = "-v" in arguments or "--verbose" in arguments
     try:
-        return int(build_app(wanted)(list(arguments), prog_name="deepinfer", standalone_mode=False) or 0)
+        return int(make_app()(list(arguments), prog_name=name, standalone_mode=False) or 0)
     except USAGE_ERRORS as error:
         _show(error)
         return EXIT_USAGE
@@ -93,7 +102,7 @@ def run_command(arguments: Sequence[str]) -> int:
     except Exception as error:  # the outermost loop: every failure has to end in a message
         if is_verbose:
             traceback.print_exc()
-        print(f"deepinfer: {_message(error)}", file=sys.stderr)
+        print(f"{name}: {_message(error)}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError | RequestError) else EXIT_ENGINE
 
 
@@ -108,6 +117,6 @@ def _message(error: Exception) -> str:
     return f"unexpected {type(error).__name__}: {error}\nThis is a fault of deepinfer; -v shows where it happened."
 
 
-def _interrupt(_number: int, _frame: object) -> None:
+def interrupt(_number: int, _frame: object) -> None:
     """Treat SIGTERM, which `ray job stop` and batch systems send, as Ctrl-C."""
     raise KeyboardInterrupt

@@ -25,7 +25,7 @@ Cluster = Annotated[
     typer.Option(
         "--cluster",
         metavar="FILE",
-        help="Cluster file. For now it starts a private engine; attaching to a running one is not built yet.",
+        help="Cluster file: its engine is used if it is up, else a private one is started.",
         show_default=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""`deepinfer run`: a batch file through a private engine."""
+"""`deepinfer run`: a batch file through the running engine of a cluster file, or a private one."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def run(
         retry_failed=retry_failed,
     )
     progress = JobProgress()
-    _answer(options, config, directory, progress, verbose=verbose)
+    _answer(options, config, directory, progress, attach=cluster is not None, verbose=verbose)
     table = summary_table(progress, place=target, begin=begin, end=time.monotonic())
     Console(stderr=True).print(table)
     _say_errors(progress)
@@ -93,13 +93,19 @@ def answer_settings(config: ClusterConfig) -> dict[str, Any]:
 
 
 def _answer(
-    options: JobOptions, config: ClusterConfig, directory: Path, progress: JobProgress, *, verbose: bool
+    options: JobOptions,
+    config: ClusterConfig,
+    directory: Path,
+    progress: JobProgress,
+    *,
+    attach: bool,
+    verbose: bool,
 ) -> None:
     texts = Tokenizer.from_directory(directory)
     try:
         with ProgressDisplay(progress):
             set_up_logging(log_level(config, verbose=verbose))  # behind the bar, which takes stderr over
-            run_job(options, texts=texts, start_engine=lambda: _engine(config), progress=progress)
+            run_job(options, texts=texts, start_engine=lambda: _engine(config, attach=attach), progress=progress)
     except (KeyboardInterrupt, ClusterError, RankError):
         _say_errors(progress)
         _say(f"{_rows_done(progress)}; run the same command again to go on")
@@ -107,8 +113,8 @@ def _answer(
 
 
 @contextmanager
-def _engine(config: ClusterConfig) -> Iterator[RowRunner]:
-    with LLM(cluster=config) as llm:
+def _engine(config: ClusterConfig, *, attach: bool) -> Iterator[RowRunner]:
+    with LLM(cluster=config, attach=attach) as llm:
         try:
             yield llm
         except KeyboardInterrupt:

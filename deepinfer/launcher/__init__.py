@@ -1,6 +1,23 @@
 """Bring Ray up and down, one file per provider, and start engines on it."""
 
-from deepinfer.launcher.engine import start_engine, stop_engine
+from deepinfer.launcher.differences import check_joinable
+from deepinfer.launcher.engine import find_driver, start_engine, stop_engine
 from deepinfer.launcher.local import RayConnection, open_ray
+from deepinfer.launcher.logs import read_logs
+from deepinfer.launcher.record import ClusterRecord
+from deepinfer.launcher.shared import bring_up, connected, read_status, take_down
 
-__all__ = ["RayConnection", "open_ray", "start_engine", "stop_engine"]
+__all__ = [
+    "ClusterRecord",
+    "RayConnection",
+    "bring_up",
+    "check_joinable",
+    "connected",
+    "find_driver",
+    "open_ray",
+    "read_logs",
+    "read_status",
+    "start_engine",
+    "stop_engine",
+    "take_down",
+]

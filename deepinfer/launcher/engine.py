@@ -49,6 +49,15 @@ def start_engine(
     return driver, facts
 
 
+def find_driver(name: str, *, namespace: str) -> ActorHandle[Any] | None:
+    """Return the driver of the engine `name`, in whatever state; None when there is none on this Ray."""
+    try:
+        driver: ActorHandle[Any] = ray.get_actor(f"{name}-driver", namespace=namespace)
+    except ValueError:
+        return None
+    return driver
+
+
 def stop_engine(driver: ActorHandle[Any]) -> None:
     """Stop all ranks in order, then the driver; an engine that has failed already is only cleared away."""
     try:

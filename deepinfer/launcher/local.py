@@ -12,16 +12,16 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import ray
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from deepinfer.config import ClusterConfig, RayConfig
 from deepinfer.errors import ClusterError, ConfigError
+from deepinfer.launcher.environment import ray_environment, set_environment, token_environment, write_token
+from deepinfer.launcher.record import ClusterRecord, read_record
 from deepinfer.log import get_logger, phase
 
 _LOGGER = get_logger("launcher")
@@ -50,31 +50,50 @@ class RayConnection:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
-        _set_environment(self.replaced)
+        set_environment(self.replaced)
         self.replaced = {}
 
 
-def open_ray(config: ClusterConfig) -> RayConnection:
+def open_ray(config: ClusterConfig, *, attach: bool = False) -> RayConnection:
     """Connect this process to Ray and return the connection.
 
     A Ray that this process already uses is taken as it is, and left so. Else `ray.address`, or the address that
-    `ray job submit` hands to its jobs, is attached to. Else a private Ray is started, large enough for the ranks of
-    `config` (resolved). Raises ClusterError when Ray can't be reached or started.
+    `ray job submit` hands to its jobs, is attached to; with `attach` also the Ray that `deepinfer-cluster up` has
+    recorded for `config.name`. Else a private Ray is started, large enough for the ranks of `config` (resolved).
+    Raises ClusterError when Ray can't be reached or started.
     """
     if ray.is_initialized():
         _LOGGER.info("using the Ray that this process is connected to")
         return RayConnection(connected=False)
+    record = read_record(config) if attach else None
     address = config.ray.address or os.environ.get("RAY_ADDRESS")
-    if address:
-        return _attach(address, config.ray)
+    if address and (record is None or record.address != address):
+        return attach_ray(address, config.ray)
+    if record is not None and is_reachable(record.address):
+        return attach_recorded(record, config.ray)
     if config.ray.provider != "local":
         raise ConfigError(
-            f"provider {config.ray.provider!r} needs a running Ray; set ray.address or use 'local'", path="ray.provider"
+            f"provider {config.ray.provider!r} needs a running Ray: bring it up with deepinfer-cluster, or set "
+            "ray.address",
+            path="ray.provider",
         )
     return _start_private(config)
 
 
-def _attach(address: str, config: RayConfig) -> RayConnection:
+def attach_recorded(record: ClusterRecord, config: RayConfig) -> RayConnection:
+    """Connect to a Ray that `deepinfer-cluster up` has started or found."""
+    replaced = set_environment(token_environment(Path(record.token))) if record.token else {}
+    try:
+        connection = attach_ray(record.address, config)
+    except BaseException:
+        set_environment(replaced)
+        raise
+    connection.replaced = replaced
+    return connection
+
+
+def attach_ray(address: str, config: RayConfig) -> RayConnection:
+    """Connect to the Ray at `address`; raises ClusterError when it can't be reached."""
     with phase(_LOGGER, f"attach to Ray at {address}"):
         _check_reachable(address)
         try:
@@ -82,6 +101,15 @@ def _attach(address: str, config: RayConfig) -> RayConnection:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ClusterError(f"can't reach Ray at {address}: {error}; check ray.address and RAY_ADDRESS") from error
     return RayConnection(connected=True)
+
+
+def is_reachable(address: str) -> bool:
+    """True when somebody listens at `address`."""
+    try:
+        _check_reachable(address)
+    except ClusterError:
+        return False
+    return True
 
 
 def _check_reachable(address: str) -> None:
@@ -100,14 +128,15 @@ def _start_private(config: ClusterConfig) -> RayConnection:
     parent = Path(config.ray.temp_dir or tempfile.gettempdir())
     _remove_stale_folders(parent)
     folder = _make_folder(parent)
-    connection = RayConnection(connected=True, folder=folder, replaced=_set_environment(_private_environment(folder)))
+    replaced = set_environment(ray_environment(folder / "token"))
+    connection = RayConnection(connected=True, folder=folder, replaced=replaced)
     try:
         with phase(_LOGGER, f"start a private Ray in {folder}"):
             ray.init(
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, ranks),
                 namespace=config.ray.namespace,
-                object_store_memory=_object_store_bytes(config),
+                object_store_memory=object_store_bytes(config),
                 include_dashboard=config.ray.dashboard,
                 log_to_driver=False,
                 logging_level="ERROR",
@@ -124,9 +153,7 @@ def _make_folder(parent: Path) -> Path:
     if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
         folder = Path("/tmp") / folder.name
     folder.mkdir(mode=0o700, parents=True)
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32), encoding="ascii")
+    write_token(folder)
     return folder
 
 
@@ -138,39 +165,7 @@ def _remove_stale_folders(parent: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _private_environment(folder: Path) -> dict[str, str | None]:
-    """Ray's variables for a private Ray; its processes inherit them.
-
-    One thread per rank process: the ranks of one machine share its cores. The memory monitor would kill ranks while
-    they load weights.
-    """
-    return {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": None,
-        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_memory_monitor_refresh_ms": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def _set_environment(values: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Set variables (None removes one) and return what stood there before.
-
-    Ray reads its authentication mode and token when it is imported, so it is told to look again.
-    """
-    replaced = {name: os.environ.get(name) for name in values}
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
-    return replaced
-
-
-def _object_store_bytes(config: ClusterConfig) -> int:
+def object_store_bytes(config: ClusterConfig) -> int:
     """One and a half times the hand-overs in flight, so that fragmentation never makes Ray spill them to disk."""
     wanted = config.ray.object_store_bytes
     if wanted is None:

@@ -42,8 +42,9 @@ class _Engines:
         self.engine: Any = EchoEngine()
         self.configs: list[ClusterConfig] = []
 
-    def __call__(self, *, cluster: ClusterConfig) -> Any:
+    def __call__(self, *, cluster: ClusterConfig, attach: bool) -> Any:
         self.configs.append(cluster)
+        self.attach = attach
         return self.engine
 
 

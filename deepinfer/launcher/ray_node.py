@@ -1,0 +1,154 @@
+"""A Ray on this machine that outlives the process which starts it: its command lines, and its end by process id."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+
+from deepinfer.config import ClusterConfig
+from deepinfer.errors import ClusterError
+from deepinfer.launcher.environment import ray_environment, write_token
+from deepinfer.launcher.local import object_store_bytes
+from deepinfer.launcher.record import ClusterRecord, ProcessMark, living
+from deepinfer.log import get_logger, phase
+
+_LOGGER = get_logger("launcher")
+_FOLDER_PREFIX = "deepinfer-up-"
+_START_SECONDS = 180.0
+_TERM_SECONDS = 5.0
+_KILL_SECONDS = 30.0
+_LOCALHOST = "127.0.0.1"
+
+
+def start_local_ray(config: ClusterConfig) -> ClusterRecord:
+    """Start a Ray with its dashboard on this machine, with a folder, a token and ports of its own.
+
+    Its dashboard listens on this machine's loopback only. Raises ClusterError with Ray's own words when it does not
+    come up.
+    """
+    folder = _make_folder()
+    port, dashboard_port, *rest = _free_ports(5)
+    port, dashboard_port = config.ray.port or port, config.ray.dashboard_port or dashboard_port
+    ranks = (config.prefill.ranks or 1) + (config.decode.ranks or 1)
+    command = [
+        *ray_command(sys.executable),
+        "start",
+        "--head",
+        f"--port={port}",
+        f"--temp-dir={folder}",
+        f"--num-cpus={max(os.cpu_count() or 1, ranks)}",
+        f"--object-store-memory={object_store_bytes(config)}",
+        "--include-dashboard=true",
+        f"--dashboard-port={dashboard_port}",
+        f"--dashboard-agent-listen-port={rest[0]}",
+        f"--metrics-export-port={rest[1]}",
+        f"--ray-client-server-port={rest[2]}",
+        "--disable-usage-stats",
+    ]
+    with phase(_LOGGER, f"start Ray in {folder}"):
+        _start(command, folder)
+    return ClusterRecord(
+        name=config.name,
+        provider="local",
+        address=f"{_LOCALHOST}:{port}",
+        dashboard_url=f"http://{_LOCALHOST}:{dashboard_port}",
+        token=str(folder / "token"),
+        folder=str(folder),
+    )
+
+
+def ray_command(python: str) -> list[str]:
+    """Return the beginning of a `ray` command line with the interpreter `python`, which has Ray installed."""
+    return [python, "-m", "ray.scripts.scripts"]
+
+
+def stop_processes(folder: Path, marks: tuple[ProcessMark, ...]) -> list[str]:
+    """End every process of the Ray in `folder`, and the marked ones; return descriptions of those that stayed.
+
+    A process belongs to that Ray when the folder stands in its command line, or when it descends from one of these.
+    No other Ray of the machine is touched.
+    """
+    processes = {process.pid: process for process in (*_processes_of(folder), *living(marks))}
+    processes.pop(os.getpid(), None)
+    for process in processes.values():
+        _signal(process, terminate=True)
+    _, alive = psutil.wait_procs(processes.values(), timeout=_TERM_SECONDS)
+    for process in {process.pid: process for process in (*alive, *_processes_of(folder))}.values():
+        _signal(process, terminate=False)
+    _, alive = psutil.wait_procs(alive, timeout=_KILL_SECONDS)
+    return [f"{process.pid} ({process.name()})" for process in alive if process.is_running()]
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove the folder of a Ray that has been stopped."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(command: list[str], folder: Path) -> None:
+    environment = {**os.environ, **{k: v or "" for k, v in ray_environment(folder / "token").items()}}
+    environment.pop("RAY_AUTH_TOKEN", None)
+    environment.pop("RAY_ADDRESS", None)
+    # So that submitted jobs find the commands of this installation.
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+    with (folder / "start.log").open("wb") as log:
+        try:
+            done = subprocess.run(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                timeout=_START_SECONDS, check=False, start_new_session=True,
+            )  # fmt: skip
+            failure = f"exit code {done.returncode}" if done.returncode else None
+        except subprocess.TimeoutExpired:
+            failure = f"no answer within {_START_SECONDS:g} s"
+    if failure is not None:
+        words = (folder / "start.log").read_text(errors="replace").strip()[-1500:]
+        stop_processes(folder, ())
+        remove_folder(folder)
+        raise ClusterError(f"Ray did not start on this machine ({failure}): {words}")
+
+
+def _make_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"{_FOLDER_PREFIX}{secrets.token_hex(3)}"
+    if len(os.fsencode(folder)) > 36:  # Ray's Unix sockets stand below it, and paths of sockets are short
+        folder = Path("/tmp") / folder.name
+    folder.mkdir(mode=0o700)
+    write_token(folder)
+    return folder
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server((_LOCALHOST, 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
+
+
+def _processes_of(folder: Path) -> list[psutil.Process]:
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        try:
+            arguments = process.cmdline()
+            is_of_ray = any("/ray/" in argument for argument in arguments)  # not someone who reads its logs
+            if is_of_ray and any(str(folder) in argument for argument in arguments):
+                found[process.pid] = process
+                found.update({child.pid: child for child in process.children(recursive=True)})
+        except psutil.Error:
+            continue
+    return list(found.values())
+
+
+def _signal(process: psutil.Process, *, terminate: bool) -> None:
+    try:
+        if terminate:
+            process.terminate()
+        else:
+            process.kill()
+    except psutil.NoSuchProcess:
+        pass

@@ -1,0 +1,147 @@
+"""Ray on a list of hosts, started over ssh: the head first, then all others at once.
+
+This package must be installed on every host, at the same path or with `ray.python`. Our own `ray start` is used because
+Ray's launcher leaves workers out and raylets behind on hosts that it does not own.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ray import __version__ as ray_version
+
+from deepinfer import __version__
+from deepinfer.config import ClusterConfig, RayConfig
+from deepinfer.errors import ClusterError, ConfigError
+from deepinfer.launcher.environment import ray_environment, write_token
+from deepinfer.launcher.local import object_store_bytes
+from deepinfer.launcher.ray_node import ray_command, remove_folder
+from deepinfer.launcher.record import ClusterRecord
+from deepinfer.log import get_logger, phase
+
+_LOGGER = get_logger("launcher")
+_PORT = 6379
+_DASHBOARD_PORT = 8265
+_COMMAND_SECONDS = 180.0
+_VERSIONS = "import deepinfer, ray, socket; print(deepinfer.__version__, ray.__version__, socket.gethostname())"
+_STOP = (
+    "import sys; from pathlib import Path; from deepinfer.launcher.ray_node import remove_folder, stop_processes; "
+    "folder = Path(sys.argv[1]); left = stop_processes(folder, ()); print(chr(10).join(left)); "
+    "left or remove_folder(folder)"
+)
+
+
+def start_on_hosts(config: ClusterConfig) -> ClusterRecord:
+    """Start Ray on all hosts of `config.ray`. Raises ConfigError and ClusterError that name the host at fault.
+
+    What was started before a failure is stopped again.
+    """
+    hosts = config.ray.hosts
+    if not hosts:
+        raise ConfigError("provider 'ssh' needs the names of the hosts; the first becomes the head", path="ray.hosts")
+    with phase(_LOGGER, f"check {len(hosts)} hosts"):
+        _check_versions(config.ray)
+    folder = Path("/tmp") / f"deepinfer-up-{secrets.token_hex(3)}"
+    folder.mkdir(mode=0o700)
+    token = write_token(folder)
+    port = config.ray.port or _PORT
+    dashboard_port = config.ray.dashboard_port or _DASHBOARD_PORT
+    record = ClusterRecord(
+        name=config.name,
+        provider="ssh",
+        address=f"{_machine(hosts[0])}:{port}",
+        dashboard_url=f"http://{_machine(hosts[0])}:{dashboard_port}",
+        token=str(token),
+        folder=str(folder),
+        hosts=hosts,
+    )
+    common = [f"--temp-dir={folder}", f"--object-store-memory={object_store_bytes(config)}", "--disable-usage-stats"]
+    head = ["--head", f"--port={port}", "--include-dashboard=true", "--dashboard-host=0.0.0.0"]
+    head += [f"--dashboard-port={dashboard_port}", "--ray-client-server-port=0"]
+    try:
+        with phase(_LOGGER, f"start Ray's head on {hosts[0]}"):
+            _start(config.ray, hosts[0], folder, [*head, *common])
+        with phase(_LOGGER, f"start Ray on {len(hosts) - 1} more hosts"):
+            worker = [f"--address={record.address}", *common]
+            _on_all(hosts[1:], lambda host: _start(config.ray, host, folder, worker))
+    except BaseException:
+        stop_on_hosts(record, config.ray)
+        raise
+    return record
+
+
+def stop_on_hosts(record: ClusterRecord, config: RayConfig) -> list[str]:
+    """Stop the Ray of `record` on its hosts, the head last; return what stayed, with the host's name."""
+    assert record.folder is not None
+    left: list[str] = []
+    for hosts in (record.hosts[1:], record.hosts[:1]):
+        for host, answer in zip(
+            hosts, _on_all(hosts, lambda host: _stop(config, host, str(record.folder))), strict=True
+        ):
+            left += [f"{host}: {line}" for line in answer.splitlines() if line.strip()]
+    if not left:
+        remove_folder(Path(record.folder))  # the token's copy on this machine
+    return left
+
+
+def _check_versions(config: RayConfig) -> None:
+    wanted = f"deepinfer {__version__}, ray {ray_version}"
+    answers = _on_all(config.hosts, lambda host: _run(config, host, [_python(config), "-c", _VERSIONS]))
+    for host, answer in zip(config.hosts, answers, strict=True):
+        found = answer.split()
+        if found[:2] != [__version__, ray_version]:
+            raise ConfigError(f"{host} has deepinfer, ray {' '.join(found[:2])}, here are {wanted}", path="ray.hosts")
+
+
+def _start(config: RayConfig, host: str, folder: Path, arguments: Sequence[str]) -> str:
+    token = (folder / "token").read_text(encoding="ascii")
+    place = shlex.quote(str(folder))
+    _run_shell(config, host, f"umask 077 && mkdir -p {place} && cat > {place}/token", text=token)
+    variables = [f"{name}={value}" for name, value in ray_environment(folder / "token").items() if value is not None]
+    command = ["env", *variables, *ray_command(_python(config)), "start", *arguments]
+    return _run(config, host, command)
+
+
+def _stop(config: RayConfig, host: str, folder: str) -> str:
+    return _run(config, host, [_python(config), "-c", _STOP, folder])
+
+
+def _python(config: RayConfig) -> str:
+    return config.python or sys.executable
+
+
+def _run(config: RayConfig, host: str, command: Sequence[str]) -> str:
+    return _run_shell(config, host, shlex.join(command))
+
+
+def _run_shell(config: RayConfig, host: str, command: str, *, text: str = "") -> str:
+    """Run a line of shell on `host` and return what it prints; raises ClusterError with its last words."""
+    try:
+        done = subprocess.run(
+            [*config.ssh_command, host, command], input=text, capture_output=True, text=True,
+            timeout=_COMMAND_SECONDS, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ClusterError(f"host {host}: {error}") from error
+    if done.returncode:
+        words = (done.stderr.strip() or done.stdout.strip())[-800:]
+        raise ClusterError(f"host {host}: exit code {done.returncode}: {words}")
+    return done.stdout
+
+
+def _on_all(hosts: Sequence[str], work: Callable[[str], str]) -> list[str]:
+    if not hosts:
+        return []
+    with ThreadPoolExecutor(max_workers=min(len(hosts), 32)) as pool:
+        return list(pool.map(work, hosts))
+
+
+def _machine(host: str) -> str:
+    """The name under which other hosts reach `host`, which may have a user in front."""
+    return host.rpartition("@")[2]
