@@ -21,7 +21,6 @@ from deepinfer.runtime.measure_costs import Room, measure_costs
 from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.slot_table import SlotTable
 from deepinfer.runtime.speculation import Speculation
-from deepinfer.sampling.noise import DRAFT_PURPOSE, TOKEN_PURPOSE
 from deepinfer.speculative.cost_table import read_table, table_path, write_table
 from deepinfer.speculative.drafter import ChainDrafter, Drafter
 from deepinfer.speculative.verifier import RejectionVerifier, SharedNoiseVerifier
@@ -88,8 +87,7 @@ def build_speculation(
             caches=caches,
             dispatcher=dispatcher,
             state=table.sampling,
-            purpose=DRAFT_PURPOSE if is_rejection else TOKEN_PURPOSE,
-            keeps_scores=is_rejection,
+            independent=is_rejection,
         )
     return Speculation(table, drafter=drafter, verifier=verifier)
 

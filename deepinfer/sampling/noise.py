@@ -12,9 +12,12 @@ from torch import Tensor
 from deepinfer.kernels.reference.sampling import philox
 
 TOKEN_PURPOSE = 0  # a token, and under shared noise its draft
-DRAFT_PURPOSE = 1  # a draft that must be independent of the token
 ACCEPTANCE_PURPOSE = 2  # the coin of a draft
 RESIDUAL_PURPOSE = 3  # the token in place of a rejected draft
+# + k: draft k of a pass, where drafts must be independent of tokens. A position is drafted again, from a later anchor,
+# when drafts before it were rejected: with a purpose for each k its noise is new then, and what was learned from the
+# earlier draft (confidences that choose a budget) says nothing about it.
+DRAFT_PURPOSE = 16
 _SAMPLE_SEED_WORD = 0x5EED
 _WORD = 0xFFFFFFFF
 _SEED_MASK = 2**63 - 1

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.models.model_spec import DraftInputs, DraftNetwork
+from deepinfer.sampling.noise import DRAFT_PURPOSE, TOKEN_PURPOSE
 from deepinfer.sampling.sampler import choose, temper
 from deepinfer.sampling.state import SamplingState
 
@@ -56,8 +57,9 @@ class Drafter(Protocol):
 class ChainDrafter:
     """Runs a model's draft network: one pass for the block, then token by token with the sequence's own sampling.
 
-    A greedy sequence drafts by arg-max, another one by a draw at its temperature and truncation with the noise of
-    `purpose`. Other rules (penalties, allowed ids, masks) are the target's alone: they only cost acceptance.
+    A greedy sequence drafts by arg-max, another one by a draw at its temperature and truncation. Other rules
+    (penalties, allowed ids, masks) are the target's alone: they only cost acceptance. Draws share the noise of the
+    target's tokens or, if `independent`, have their own and keep the scores that they were drawn from.
     """
 
     def __init__(
@@ -68,8 +70,7 @@ class ChainDrafter:
         caches: Any,
         dispatcher: TokenDispatcher,
         state: SamplingState,
-        purpose: int,
-        keeps_scores: bool,
+        independent: bool,
     ) -> None:
         """The whole block is always run; `max_drafts` (1 .. block size) says how many rows of it become drafts."""
         assert 1 <= max_drafts <= network.block_size, f"{max_drafts} drafts of a block of {network.block_size}"
@@ -78,8 +79,7 @@ class ChainDrafter:
         self._caches = caches
         self._dispatcher = dispatcher
         self._state = state
-        self._purpose = purpose
-        self._keeps_scores = keeps_scores
+        self._independent = independent
 
     def draft(self, anchors: Anchors) -> Drafts:
         """See `Drafter`."""
@@ -99,7 +99,7 @@ class ChainDrafter:
         for row in range(self._max_drafts):
             confidence.append(self._network.confidence(block.hidden[:, row], previous))
             scores = block.logits[:, row] + self._network.markov_bias(previous)
-            if self._keeps_scores:
+            if self._independent:
                 kept.append(temper(scores, slots, self._state))
             previous = choose(
                 scores,
@@ -108,7 +108,7 @@ class ChainDrafter:
                 samples=anchors.samples,
                 positions=anchors.positions + 1 + row,
                 state=self._state,
-                purpose=self._purpose,
+                purpose=DRAFT_PURPOSE + row if self._independent else TOKEN_PURPOSE,
             )
             token_ids.append(previous)
         return Drafts(torch.stack(token_ids, 1), torch.stack(confidence, 1), torch.stack(kept, 1) if kept else None)

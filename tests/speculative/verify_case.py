@@ -59,7 +59,7 @@ def run(case: Case, rule: str, num_drafts: Tensor, *, position: int = 5, one_hot
             samples=samples,
             positions=torch.full_like(slots, position + place),
             state=state,
-            purpose=DRAFT_PURPOSE if is_rejection else TOKEN_PURPOSE,
+            purpose=DRAFT_PURPOSE + place if is_rejection else TOKEN_PURPOSE,
         )
         token_table[slots, position + place] = drafts.int()
         draft_scores[slots, place] = temper(scores, slots, state)
