@@ -29,6 +29,7 @@ ANSWER_SETTINGS = (
     "model.max_model_len",
     "model.prefill_truncation",
     "model.prefill_keep_tokens",
+    "speculative.verifier",
     "determinism.batch_invariant",
     "kernels.numerics",
     "kernels.overrides",
