@@ -1,30 +1,36 @@
-"""Where requests wait until their grammar is compiled; the others go past them."""
+"""The way of requests into a rank's scheduler: those with a grammar wait until it is compiled, others go past them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from deepinfer.codec import unpack
 from deepinfer.errors import RequestError
-from deepinfer.protocol import GrammarSpec, Request, RequestFailure
+from deepinfer.protocol import AdmittedRequest, GrammarSpec, Request, RequestFailure
+from deepinfer.scheduler.step_scheduler import StepScheduler
 from deepinfer.structured_outputs.compiler import GrammarCompiler
 from deepinfer.structured_outputs.grammar import RequestGrammar
 
 
 @dataclass(slots=True)
 class _Held:
+    """`indexes`: the sequences of `request`; `aborted`: those that nobody wants any more."""
+
     request: Request
     grammar: GrammarSpec
     indexes: set[int]
+    aborted: set[int]
     enter: Callable[[RequestGrammar], None]
 
 
 class GrammarGate:
-    """Holds requests with a grammar. Only the step thread uses it; nothing here waits."""
+    """Stands before a scheduler. Only the step thread uses it; nothing here waits."""
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
+    def __init__(self, compiler: GrammarCompiler, scheduler: StepScheduler) -> None:
         """Start empty."""
         self._compiler = compiler
+        self._scheduler = scheduler
         self._held: list[_Held] = []
 
     @property
@@ -32,20 +38,28 @@ class GrammarGate:
         """Requests that wait here."""
         return len(self._held)
 
-    def hold(self, request: Request, indexes: set[int], enter: Callable[[RequestGrammar], None]) -> None:
-        """Keep `request` until `release` can call `enter` with its grammar.
+    def add(self, request: Request) -> None:
+        """`StepScheduler.add`, now or when the grammar is there."""
+        if request.grammar is None:
+            self._scheduler.add(request)
+        else:
+            self._hold(request, {request.index}, lambda grammar: self._scheduler.add(request, grammar))
 
-        `indexes` are its sequences; those that are aborted meanwhile are taken out of this very set.
-        """
-        assert request.grammar is not None, request.request_id
-        self._compiler.request(request.grammar)
-        self._held.append(_Held(request, request.grammar, indexes, enter))
+    def admit(self, admitted: AdmittedRequest, buffer: object) -> None:
+        """`StepScheduler.admit`, now or when the grammar is there."""
+        request = admitted.request
+        if request.grammar is None:
+            self._scheduler.admit(admitted, buffer)
+        else:
+            indexes = {request.index + offset for offset in unpack(admitted.sample_offsets).tolist()}
+            self._hold(request, indexes, lambda grammar: self._scheduler.admit(admitted, buffer, grammar))
 
     def abort(self, indexes: set[int]) -> None:
-        """Forget what is held of these sequences; a request whose sequences are all aborted is dropped."""
+        """`StepScheduler.abort`, also for what is held."""
         for held in self._held:
-            held.indexes -= indexes
-        self._held = [held for held in self._held if held.indexes]
+            held.aborted |= held.indexes & indexes
+        self._held = [held for held in self._held if held.indexes - held.aborted]
+        self._scheduler.abort(indexes)
 
     def release(self) -> list[RequestFailure]:
         """Let requests in whose grammar is ready; return the failures of those that have none."""
@@ -56,13 +70,20 @@ class GrammarGate:
             if compiled is None:
                 waiting.append(held)
             elif compiled.error is not None:
-                failures += [_failure(held.request, index, compiled.error) for index in sorted(held.indexes)]
+                wanted = sorted(held.indexes - held.aborted)
+                failures += [_failure(held.request, index, compiled.error) for index in wanted]
             else:
                 assert compiled.grammar is not None, "neither a grammar nor an error"
                 in_reasoning = held.request.output_format.in_reasoning
                 held.enter(RequestGrammar(compiled.grammar, self._compiler.vocabulary, in_reasoning=in_reasoning))
+                self._scheduler.abort(held.aborted)
         self._held = waiting
         return failures
+
+    def _hold(self, request: Request, indexes: set[int], enter: Callable[[RequestGrammar], None]) -> None:
+        assert request.grammar is not None, request.request_id
+        self._compiler.request(request.grammar)
+        self._held.append(_Held(request, request.grammar, indexes, set(), enter))
 
 
 def _failure(request: Request, index: int, error: RequestError) -> RequestFailure:

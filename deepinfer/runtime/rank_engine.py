@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from deepinfer.codec import unpack
@@ -20,7 +19,6 @@ from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.log import get_logger
 from deepinfer.platforms.platform import Piece, Stream
 from deepinfer.protocol import (
-    AdmittedRequest,
     DecodeBatch,
     DecodeResult,
     KVHandle,
@@ -28,7 +26,6 @@ from deepinfer.protocol import (
     PrefillResult,
     RankLoad,
     RankReady,
-    Request,
     RequestFailure,
 )
 from deepinfer.runtime.grammar_gate import GrammarGate
@@ -93,7 +90,7 @@ class RankEngine:
         self._prefill_outbox = PrefillOutbox(parts.rank)
         self._decode_outbox = DecodeOutbox(parts.rank)
         self._outbox = self._prefill_outbox if parts.role == "prefill" else self._decode_outbox
-        self._gate = GrammarGate(parts.compiler)
+        self._gate = GrammarGate(parts.compiler, parts.scheduler)
         self._masks = SlotMasks(parts.runner.max_drafts)
         self._in_flight: deque[InFlight] = deque()
         self._idle = IdleMeter()
@@ -197,40 +194,18 @@ class RankEngine:
             self._wake_id = max(self._wake_id, message.wake_id)
             if isinstance(message, PrefillBatch):
                 for request in message.requests:
-                    self._add(request)
+                    self._gate.add(request)
             else:
                 for admitted, buffer in zip(message.admitted, posted.buffers, strict=True):
                     if buffer is not None:
-                        self._admit(admitted, buffer)
+                        self._gate.admit(admitted, buffer)
             if message.aborted_indexes:
-                aborted = set(unpack(message.aborted_indexes).tolist())
-                self._gate.abort(aborted)
-                self._scheduler.abort(aborted)
+                self._gate.abort(set(unpack(message.aborted_indexes).tolist()))
             failures.extend(posted.failures)
         failures.extend(self._gate.release())
         if failures:
             self._outbox.add_failures(failures)
             self._announce()
-
-    def _add(self, request: Request) -> None:
-        if request.grammar is None:
-            self._scheduler.add(request)
-        else:
-            self._gate.hold(request, {request.index}, partial(self._scheduler.add, request))
-
-    def _admit(self, admitted: AdmittedRequest, buffer: Buffer) -> None:
-        request = admitted.request
-        if request.grammar is None:
-            self._scheduler.admit(admitted, buffer)
-            return
-        indexes = {request.index + offset for offset in unpack(admitted.sample_offsets).tolist()}
-        left = set(indexes)
-
-        def enter(grammar: object) -> None:
-            self._scheduler.admit(admitted, buffer, grammar)
-            self._scheduler.abort(indexes - left)
-
-        self._gate.hold(request, left, enter)
 
     def _has_work(self) -> bool:
         return self._scheduler.has_work() or self._gate.num_held > 0

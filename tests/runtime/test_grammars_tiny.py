@@ -19,8 +19,8 @@ from support.tiny_ranks import build_tiny_rank
 from deepinfer.codec import unpack_floats
 from deepinfer.models.deepseek_v41.tiny import write_tiny
 from deepinfer.protocol import FinishCode, GrammarSpec, OutputFormat, Request
-from deepinfer.schema_check import grammar_of_so_args
-from deepinfer.tokenizer import OutputParser, Tokenizer
+from deepinfer.schema_check import grammar_of_so_args, grammar_of_tools
+from deepinfer.tokenizer import OutputParser, Tokenizer, parse_tools
 
 SETTINGS = (
     "model.max_model_len=1024",
@@ -137,3 +137,32 @@ def test_log_probabilities_are_those_of_the_model(directory: Path) -> None:
     values = [value for columns in answer.logprobs for value in unpack_floats(columns.values).tolist()]
     assert len(values) == 6 * 21  # the first token's came from the prefill rank
     assert all(math.isfinite(value) and value <= 0 for value in values)
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_forced_call_is_read_back_with_its_arguments(directory: Path, tokenizer: Tokenizer, thinking: bool) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "city": {"type": "string", "minLength": 1, "maxLength": 3},
+            "days": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 9}, "maxItems": 2},
+        },
+        "required": ["city", "days"],
+    }
+    tools = parse_tools([{"function": {"name": "weather", "parameters": parameters}}])
+    requests = [
+        _request(index, grammar_of_tools(tools), thinking=thinking, logit_bias=_thinking_bias(tokenizer))
+        for index in range(10)
+    ]
+    answers = _answers(directory, requests)
+    for request in requests:
+        output_format = OutputFormat(kind="chat", in_reasoning=thinking, parse_tools=True)
+        parser = OutputParser(tokenizer, output_format, tools=tools)
+        for token_id in answers[request.index].token_ids[:-1]:
+            parser.push(token_id)
+        parsed = parser.finish("stop")
+        assert (parsed.content, parsed.finish_reason) == ("", "tool_calls")
+        (call,) = parsed.tool_calls
+        assert call.name == "weather"
+        jsonschema.validate(json.loads(call.arguments), parameters)
