@@ -10,51 +10,16 @@ import pytest
 from support.fake_cluster import FAKE_PROGRAM
 from support.fake_engine import FAULT, MAX_MODEL_LEN, Fault, expected_tokens
 
-from deepinfer.batch_file import JobOptions, JobProgress, run_job
 from deepinfer.llm import LLM
 from deepinfer.outputs import RequestOutput
 from deepinfer.protocol import SamplingParams
-from tests.doors.batch_files import read_rows, row, write_rows
+from tests.doors.batch_files import row
+from tests.scenarios.jobs import CHAT, ask, choice, failed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
-CHAT = "/v1/chat/completions"
 IMAGE = "<｜deepseek_image｜>"
 SHORT = SamplingParams(max_tokens=2, seq_seed=1)
-
-
-def ask(llm: LLM, folder: Path, rows: list[dict[str, Any]], *, name: str = "job") -> dict[str, dict[str, Any]]:
-    """Answer `rows` through the batch door, with its defaults; returns the output lines by custom_id."""
-    source, target = write_rows(folder / f"{name}.in", rows), folder / f"{name}.out"
-    options = JobOptions(
-        input=str(source),
-        output=str(target),
-        model="tiny",
-        model_digest="d" * 64,
-        settings={},
-        spool_directory=folder / "spool",
-    )
-
-    class Running:
-        def __enter__(self) -> LLM:
-            return llm
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    run_job(options, texts=llm.tokenizer, start_engine=Running, progress=JobProgress())
-    lines = read_rows(target)
-    assert sorted(str(line["custom_id"]) for line in lines) == sorted(entry["custom_id"] for entry in rows)
-    return {line["custom_id"]: line for line in lines}
-
-
-def failed(lines: dict[str, dict[str, Any]]) -> set[str]:
-    return {name for name, line in lines.items() if line["error"]}
-
-
-def choice(line: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = line["response"]["body"]["choices"][0]
-    return found
 
 
 def test_p01_one_too_long_prompt_costs_its_own_row(llm: LLM) -> None:
