@@ -86,11 +86,15 @@ class DecodeConfig(_Section, frozen=True, kw_only=True):
 
 
 class CacheConfig(_Section, frozen=True, kw_only=True):
-    """KV cache of a rank. `memory_bytes` None: `memory_fraction` of what is free for it (GPU), 256 MiB (CPU)."""
+    """KV cache of a rank. `memory_bytes` None: `memory_fraction` of what is free for it (GPU), 256 MiB (CPU).
+
+    `device_bytes`: memory of a device of the cluster, for `deepinfer-cluster render` on a machine without one.
+    """
 
     block_size: int = 64
     memory_bytes: int | None = None
     memory_fraction: float = 0.9
+    device_bytes: int | None = None
     prefix_caching: bool = False
     kv_channel: Literal["object_store"] = "object_store"
 
@@ -220,6 +224,7 @@ _POSITIVE = (
     "decode.max_running",
     "cache.block_size",
     "cache.memory_bytes",
+    "cache.device_bytes",
     "scheduler.max_in_flight",
     "scheduler.publish_seconds",
     "scheduler.max_kv_bytes_in_flight",

@@ -5,28 +5,40 @@ Exit codes: 0 done, 1 the engine or its Ray failed, 2 usage or configuration, 13
 
 from __future__ import annotations
 
+import enum
 import json
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from deepinfer.actors.rank_actor import RankProgram
+from deepinfer.cli.cluster_tables import memory_table, rank_table
 from deepinfer.cli.main import interrupt, run_app
 from deepinfer.cli.options import AsJson, Settings, Verbose, log_level, read_config
 from deepinfer.config import ClusterConfig
 from deepinfer.errors import ClusterError
 from deepinfer.launcher import ClusterRecord, bring_up, connected, read_logs, read_status, take_down
+from deepinfer.launcher.kuberay import render_kuberay
+from deepinfer.launcher.memory import rank_memory
+from deepinfer.launcher.providers import render_ray
 from deepinfer.log import set_up_logging
 from deepinfer.models.deepseek_v41.weights import model_digest
 from deepinfer.models.model_source import resolve_model
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Cluster file, e.g. cluster_configs/cpu-tiny.yaml.")]
+
+
+class RenderFormat(enum.StrEnum):
+    """What `render` writes."""
+
+    RAY = "ray"
+    KUBERAY = "kuberay"
+
 
 app = typer.Typer(
     name="deepinfer-cluster",
@@ -106,7 +118,7 @@ def status(file: ConfigFile, as_json: AsJson = False, settings: Settings = None,
         if numbers.get(name):
             console.print(f"{name}: {numbers[name]}", highlight=False)
     if "requests" in numbers:
-        console.print(_rank_table(numbers))
+        console.print(rank_table(numbers))
         jobs = ", ".join(f"{job} ({count} requests)" for job, count in numbers["jobs"].items()) or "none"
         console.print(f"open jobs: {jobs}", highlight=False)
         counts = ", ".join(f"{name.removeprefix('num_')} {count}" for name, count in numbers["requests"].items())
@@ -140,6 +152,24 @@ def logs(
                 print(f"{name}: {line}")
 
 
+@app.command()
+def render(
+    file: ConfigFile,
+    output: Annotated[
+        RenderFormat, typer.Option("--format", help="ray: the commands that `up` runs. kuberay: manifests.")
+    ] = RenderFormat.RAY,
+    settings: Settings = None,
+    verbose: Verbose = False,
+) -> None:
+    """Show what `up` would start and, on stderr, the memory of a rank; refuse what can't fit. Starts nothing.
+
+    Example: deepinfer-cluster render cluster_configs/sm100-64.yaml --format kuberay
+    """
+    config = _read(file, settings, verbose=verbose)
+    Console(stderr=True).print(memory_table(rank_memory(config)))
+    print(render_kuberay(config) if output is RenderFormat.KUBERAY else render_ray(config), end="")
+
+
 def _read(file: Path, settings: list[str] | None, *, verbose: bool, default_level: str | None = None) -> ClusterConfig:
     config = read_config(file, settings=settings).config
     set_up_logging(default_level if default_level and not verbose else log_level(config, verbose=verbose))
@@ -157,25 +187,3 @@ def _next_commands(record: ClusterRecord, file: Path) -> list[str]:
     else:
         lines.append(job)
     return lines
-
-
-def _rank_table(numbers: dict[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 1))
-    for name in ("rank", "node", "device", "pid", "loads", "running", "waiting", "step", "seconds", "idle"):
-        is_text = name in ("rank", "node", "device")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
-    for name, rank in numbers["ranks"].items():
-        load = numbers["loads"].get(name, {})
-        table.add_row(
-            name,
-            rank["node"],
-            rank["device"],
-            str(rank["pid"]),
-            str(rank["num_loads"]),
-            str(load.get("num_running", 0)),
-            str(load.get("num_waiting", 0)),
-            str(load.get("step_id", 0)),
-            f"{load.get('step_seconds', 0.0):.4f}",
-            f"{load.get('device_idle_share', 0.0):.2f}",
-        )
-    return table

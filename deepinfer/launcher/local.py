@@ -127,6 +127,7 @@ def _start_private(config: ClusterConfig) -> RayConnection:
     ranks = (config.prefill.ranks or 1) + (config.decode.ranks or 1)
     parent = Path(config.ray.temp_dir or tempfile.gettempdir())
     _remove_stale_folders(parent)
+    warn_of_small_shared_memory(config)
     folder = _make_folder(parent)
     replaced = set_environment(ray_environment(folder / "token"))
     connection = RayConnection(connected=True, folder=folder, replaced=replaced)
@@ -167,17 +168,17 @@ def _remove_stale_folders(parent: Path) -> None:
 
 def object_store_bytes(config: ClusterConfig) -> int:
     """One and a half times the hand-overs in flight, so that fragmentation never makes Ray spill them to disk."""
-    wanted = config.ray.object_store_bytes
-    if wanted is None:
-        wanted = config.scheduler.max_kv_bytes_in_flight * 3 // 2 + _MESSAGE_BYTES
-    if _SHARED_MEMORY.exists():
-        free = shutil.disk_usage(_SHARED_MEMORY).free
-        if free < wanted:
-            _LOGGER.warning(
-                "%s has %d MiB free, the object store wants %d MiB: Ray will use slower files; "
-                "enlarge it or lower scheduler.max_kv_bytes_in_flight",
-                _SHARED_MEMORY,
-                free >> 20,
-                wanted >> 20,
-            )
-    return wanted
+    return config.ray.object_store_bytes or config.scheduler.max_kv_bytes_in_flight * 3 // 2 + _MESSAGE_BYTES
+
+
+def warn_of_small_shared_memory(config: ClusterConfig) -> None:
+    """Say so when this machine's shared memory can't hold the object store."""
+    wanted = object_store_bytes(config)
+    if _SHARED_MEMORY.exists() and (free := shutil.disk_usage(_SHARED_MEMORY).free) < wanted:
+        _LOGGER.warning(
+            "%s has %d MiB free, the object store wants %d MiB: Ray will use slower files; "
+            "enlarge it or lower scheduler.max_kv_bytes_in_flight",
+            _SHARED_MEMORY,
+            free >> 20,
+            wanted >> 20,
+        )

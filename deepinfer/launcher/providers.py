@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from pathlib import Path
 
 from deepinfer.config import ClusterConfig, RayConfig
 from deepinfer.errors import ConfigError
-from deepinfer.launcher.ray_node import remove_folder, start_local_ray, stop_processes
+from deepinfer.launcher.ray_node import (
+    local_command,
+    ray_command,
+    remove_folder,
+    start_local_ray,
+    stop_processes,
+)
 from deepinfer.launcher.record import ClusterRecord
-from deepinfer.launcher.ssh import start_on_hosts, stop_on_hosts
+from deepinfer.launcher.ssh import host_arguments, host_record, start_on_hosts, stop_on_hosts
 
 
 def start_ray(config: ClusterConfig) -> ClusterRecord:
@@ -30,6 +38,23 @@ def start_ray(config: ClusterConfig) -> ClusterRecord:
     if address:
         return ClusterRecord(name=config.name, provider="existing", address=address)
     return start_local_ray(config)
+
+
+def render_ray(config: ClusterConfig) -> str:
+    """Return the commands with which `up` starts the Ray of `config`, one a line; none when it exists already."""
+    if config.ray.provider == "ssh":
+        record = host_record(config, folder="/tmp/deepinfer-up-ID")
+        python = config.ray.python or sys.executable
+        lines = []
+        for host in config.ray.hosts:
+            arguments = host_arguments(config, record, is_head=host == config.ray.hosts[0])
+            lines.append(shlex.join([*config.ray.ssh_command, host, *ray_command(python), "start", *arguments]))
+        return "".join(f"{line}\n" for line in lines)
+    if config.ray.provider == "local" and not config.ray.address:
+        ports = (config.ray.port or "FREE", config.ray.dashboard_port or "FREE")
+        command = local_command(config, folder="/tmp/deepinfer-up-ID", port=ports[0], dashboard_port=ports[1])
+        return f"{shlex.join(command)}\n"
+    return f"# the Ray at {config.ray.address or 'RAY_ADDRESS'} exists already\n"
 
 
 def stop_ray(record: ClusterRecord, config: RayConfig) -> list[str]:

@@ -17,7 +17,7 @@ import psutil
 from deepinfer.config import ClusterConfig
 from deepinfer.errors import ClusterError
 from deepinfer.launcher.environment import ray_environment, write_token
-from deepinfer.launcher.local import object_store_bytes
+from deepinfer.launcher.local import object_store_bytes, warn_of_small_shared_memory
 from deepinfer.launcher.record import ClusterRecord, ProcessMark, living
 from deepinfer.log import get_logger, phase
 
@@ -35,24 +35,15 @@ def start_local_ray(config: ClusterConfig) -> ClusterRecord:
     Its dashboard listens on this machine's loopback only. Raises ClusterError with Ray's own words when it does not
     come up.
     """
+    warn_of_small_shared_memory(config)
     folder = _make_folder()
     port, dashboard_port, *rest = _free_ports(5)
     port, dashboard_port = config.ray.port or port, config.ray.dashboard_port or dashboard_port
-    ranks = (config.prefill.ranks or 1) + (config.decode.ranks or 1)
     command = [
-        *ray_command(sys.executable),
-        "start",
-        "--head",
-        f"--port={port}",
-        f"--temp-dir={folder}",
-        f"--num-cpus={max(os.cpu_count() or 1, ranks)}",
-        f"--object-store-memory={object_store_bytes(config)}",
-        "--include-dashboard=true",
-        f"--dashboard-port={dashboard_port}",
+        *local_command(config, folder=str(folder), port=port, dashboard_port=dashboard_port),
         f"--dashboard-agent-listen-port={rest[0]}",
         f"--metrics-export-port={rest[1]}",
         f"--ray-client-server-port={rest[2]}",
-        "--disable-usage-stats",
     ]
     with phase(_LOGGER, f"start Ray in {folder}"):
         _start(command, folder)
@@ -64,6 +55,23 @@ def start_local_ray(config: ClusterConfig) -> ClusterRecord:
         token=str(folder / "token"),
         folder=str(folder),
     )
+
+
+def local_command(config: ClusterConfig, *, folder: str, port: int | str, dashboard_port: int | str) -> list[str]:
+    """Return the command line of a Ray on this machine, without the ports that only have to be free."""
+    ranks = (config.prefill.ranks or 1) + (config.decode.ranks or 1)
+    return [
+        *ray_command(sys.executable),
+        "start",
+        "--head",
+        f"--port={port}",
+        f"--temp-dir={folder}",
+        f"--num-cpus={max(os.cpu_count() or 1, ranks)}",
+        f"--object-store-memory={object_store_bytes(config)}",
+        "--include-dashboard=true",
+        f"--dashboard-port={dashboard_port}",
+        "--disable-usage-stats",
+    ]
 
 
 def ray_command(python: str) -> list[str]:

@@ -49,31 +49,48 @@ def start_on_hosts(config: ClusterConfig) -> ClusterRecord:
         _check_versions(config.ray)
     folder = Path("/tmp") / f"deepinfer-up-{secrets.token_hex(3)}"
     folder.mkdir(mode=0o700)
-    token = write_token(folder)
-    port = config.ray.port or _PORT
-    dashboard_port = config.ray.dashboard_port or _DASHBOARD_PORT
-    record = ClusterRecord(
-        name=config.name,
-        provider="ssh",
-        address=f"{_machine(hosts[0])}:{port}",
-        dashboard_url=f"http://{_machine(hosts[0])}:{dashboard_port}",
-        token=str(token),
-        folder=str(folder),
-        hosts=hosts,
-    )
-    common = [f"--temp-dir={folder}", f"--object-store-memory={object_store_bytes(config)}", "--disable-usage-stats"]
-    head = ["--head", f"--port={port}", "--include-dashboard=true", "--dashboard-host=0.0.0.0"]
-    head += [f"--dashboard-port={dashboard_port}", "--ray-client-server-port=0"]
+    write_token(folder)
+    record = host_record(config, folder=str(folder))
     try:
         with phase(_LOGGER, f"start Ray's head on {hosts[0]}"):
-            _start(config.ray, hosts[0], folder, [*head, *common])
+            _start(config.ray, hosts[0], folder, host_arguments(config, record))
         with phase(_LOGGER, f"start Ray on {len(hosts) - 1} more hosts"):
-            worker = [f"--address={record.address}", *common]
+            worker = host_arguments(config, record, is_head=False)
             _on_all(hosts[1:], lambda host: _start(config.ray, host, folder, worker))
     except BaseException:
         stop_on_hosts(record, config.ray)
         raise
     return record
+
+
+def host_record(config: ClusterConfig, *, folder: str) -> ClusterRecord:
+    """Return the record of a Ray on the hosts of `config`, with its files in `folder` on each."""
+    head = _machine(config.ray.hosts[0])
+    return ClusterRecord(
+        name=config.name,
+        provider="ssh",
+        address=f"{head}:{config.ray.port or _PORT}",
+        dashboard_url=f"http://{head}:{config.ray.dashboard_port or _DASHBOARD_PORT}",
+        token=f"{folder}/token",
+        folder=folder,
+        hosts=config.ray.hosts,
+    )
+
+
+def host_arguments(config: ClusterConfig, record: ClusterRecord, *, is_head: bool = True) -> list[str]:
+    """Return the arguments of `ray start` on a host."""
+    common = [f"--object-store-memory={object_store_bytes(config)}", "--disable-usage-stats"]
+    if not is_head:
+        return [f"--address={record.address}", *common]  # the folder is the head's
+    return [
+        "--head",
+        f"--port={config.ray.port or _PORT}",
+        f"--temp-dir={record.folder}",
+        "--include-dashboard=true",
+        "--dashboard-host=0.0.0.0",
+        f"--dashboard-port={config.ray.dashboard_port or _DASHBOARD_PORT}",
+        *common,
+    ]
 
 
 def stop_on_hosts(record: ClusterRecord, config: RayConfig) -> list[str]:

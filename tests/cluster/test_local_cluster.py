@@ -57,7 +57,7 @@ def test_submitted_jobs_share_the_engine_and_dead_ones_free_it(commands: Command
     variables = dict(part.split("=") for part in re.search(r"export (.*)", printed)[1].split())
     dashboard = re.search(r"dashboard: (\S+)", printed)[1]
     before = commands.status()["ranks"]
-    bad = commands.rows("bad", 4, max_tokens=0)
+    bad = commands.rows("bad", 4, temprature=1)
     jobs = []
     for source, target in ((commands.rows("good", 12), "good"), (bad, "bad")):
         entry = [sys.executable, "-c", "'from deepinfer.cli.main import main; main()'", "run"]
@@ -72,7 +72,7 @@ def test_submitted_jobs_share_the_engine_and_dead_ones_free_it(commands: Command
     assert "deepinfer: exit code 0" in good
     assert "deepinfer: exit code 3" in failing
     assert "failed with exit code 3" in failing
-    assert "max_tokens" in failing
+    assert "temprature" in failing
     assert "\r" not in good
     assert len(commands.answered(commands.folder / "good")) == 12
 

@@ -1,0 +1,55 @@
+"""Tables that `deepinfer-cluster` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from deepinfer.launcher.memory import RoleMemory
+
+
+def memory_table(roles: Sequence[RoleMemory]) -> Table:
+    """Return the memory of one rank of each role, by part, in GiB."""
+    table = Table(title="memory of a rank, GiB", title_justify="left", box=None, padding=(0, 1))
+    table.add_column("")
+    for memory in roles:
+        table.add_column(f"{memory.role} ({memory.num_ranks} ranks)", justify="right")
+    for part in dict.fromkeys(part for memory in roles for part in memory.weights):
+        table.add_row(part, *(_gib(memory.weights.get(part, 0)) for memory in roles))
+    table.add_row("cache", *(_gib(memory.cache_bytes) for memory in roles))
+    table.add_row("needed", *(_gib(memory.needed_bytes) for memory in roles))
+    table.add_row("device", *(_gib(memory.device_bytes) for memory in roles))
+    table.add_row("left for steps", *(_gib(memory.left_bytes) for memory in roles))
+    table.add_row("cache holds, tokens", *(f"{memory.num_tokens:,}" for memory in roles))
+    if any(memory.recast_bytes for memory in roles):
+        table.add_row("more if DeepGEMM recasts experts (Hopper)", *(_gib(memory.recast_bytes) for memory in roles))
+    return table
+
+
+def rank_table(numbers: dict[str, Any]) -> Table:
+    """Return what `status` knows of every rank."""
+    table = Table(box=None, padding=(0, 1))
+    for name in ("rank", "node", "device", "pid", "loads", "running", "waiting", "step", "seconds", "idle"):
+        is_text = name in ("rank", "node", "device")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    for name, rank in numbers["ranks"].items():
+        load = numbers["loads"].get(name, {})
+        table.add_row(
+            name,
+            rank["node"],
+            rank["device"],
+            str(rank["pid"]),
+            str(rank["num_loads"]),
+            str(load.get("num_running", 0)),
+            str(load.get("num_waiting", 0)),
+            str(load.get("step_id", 0)),
+            f"{load.get('step_seconds', 0.0):.4f}",
+            f"{load.get('device_idle_share', 0.0):.2f}",
+        )
+    return table
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else f"{num_bytes / 2**30:.2f}"

@@ -1,0 +1,148 @@
+"""What a rank of each role needs of its device's memory, told before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from deepinfer.config import DEFAULT_MODEL, ClusterConfig
+from deepinfer.errors import ConfigError
+from deepinfer.kernels.registry import select_kernels
+from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.models.deepseek_v41.config_file import read_config
+from deepinfer.models.deepseek_v41.memory_need import memory_needed
+from deepinfer.models.deepseek_v41.released import released_config
+from deepinfer.models.deepseek_v41.spec import DeepseekV41Spec
+from deepinfer.models.deepseek_v41.tensor_table import DraftShare
+from deepinfer.models.model_source import TINY_MODEL, resolve_model
+from deepinfer.runtime.build_drafts import draft_bytes_per_slot
+from deepinfer.runtime.device_memory import size_caches
+
+_CPU_CACHE_BYTES = 256 * 1024 * 1024
+_EXPERTS = "routed experts"
+# FP8 codes with one float32 a block of 128 x 128, over FP4 codes with a byte a group of 32.
+_FP8_OVER_FP4 = (1 + 4 / (128 * 128)) / (1 / 2 + 1 / 32)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleMemory:
+    """One rank of a role, in bytes. `num_tokens`: how many tokens its cache holds.
+
+    `recast_bytes`: what the routed experts take more when a backend recasts them to FP8 (DeepGEMM on Hopper).
+    """
+
+    role: str
+    num_ranks: int
+    weights: dict[str, int]
+    cache_bytes: int
+    num_tokens: int
+    recast_bytes: int
+    device_bytes: int | None
+
+    @property
+    def needed_bytes(self) -> int:
+        """Weights as released, and the cache."""
+        return sum(self.weights.values()) + self.cache_bytes
+
+    @property
+    def left_bytes(self) -> int | None:
+        """What is left of the device for steps; None when the device is not known."""
+        return None if self.device_bytes is None else self.device_bytes - self.needed_bytes
+
+
+def model_config(config: ClusterConfig) -> ModelConfig:
+    """Return the model's configuration without downloading anything: of a directory, the tiny or the released model."""
+    path = config.model.path
+    if path == DEFAULT_MODEL:
+        return released_config()
+    if path == TINY_MODEL or Path(path).expanduser().is_dir():
+        return read_config(resolve_model(path, revision=None, cache_dir=Path(config.cache_dir)))
+    raise ConfigError(f"{path} is not on this machine, so its sizes are not known", path="model.path")
+
+
+def rank_memory(config: ClusterConfig) -> list[RoleMemory]:
+    """Return the memory of a rank of each role. `config` is resolved.
+
+    Raises ConfigError with the sums when a device can't hold it, naming role and cure.
+    """
+    model = model_config(config)
+    device_bytes = config.cache.device_bytes
+    if config.accelerator == "cpu" and device_bytes is None:
+        num_ranks = (config.prefill.ranks or 1) + (config.decode.ranks or 1)
+        device_bytes = psutil.virtual_memory().total // num_ranks
+    return [_role_memory(config, model, role, device_bytes) for role in ("prefill", "decode")]
+
+
+def _role_memory(config: ClusterConfig, model: ModelConfig, role: str, device_bytes: int | None) -> RoleMemory:
+    section = config.prefill if role == "prefill" else config.decode
+    num_ranks = section.ranks or 1
+    has_drafts = config.speculative.max_draft_tokens > 0 and model.num_draft_stages > 0
+    draft = None
+    if has_drafts:
+        draft = DraftShare(_largest_share(model.dspark_n_routed_experts, num_ranks) if role == "decode" else None)
+    experts = (_largest_share(model.n_routed_experts, num_ranks),) * model.num_layers
+    weights = {str(part.value): size for part, size in _weights(model, experts, draft).items()}
+    cache_bytes, num_tokens = _cache(config, model, role, sum(weights.values()), device_bytes, has_drafts=has_drafts)
+    is_recast = config.accelerator == "nvidia" and config.kernels.overrides.get("expert_mlp") in (None, "deep_gemm")
+    extra = int(weights[_EXPERTS] * (_FP8_OVER_FP4 - 1)) if is_recast else 0
+    memory = RoleMemory(role, num_ranks, weights, cache_bytes, num_tokens, extra, device_bytes)
+    if memory.left_bytes is not None and memory.left_bytes < 0:
+        raise ConfigError(
+            f"a {role} rank needs {_gib(memory.needed_bytes)} (weights {_gib(sum(weights.values()))}, of these "
+            f"{_EXPERTS} {_gib(weights[_EXPERTS])}, cache {_gib(cache_bytes)}), its device has "
+            f"{_gib(memory.needed_bytes + memory.left_bytes)}; use more ranks or a smaller cache.memory_bytes",
+            path=f"{role}.ranks",
+        )
+    return memory
+
+
+def _weights(model: ModelConfig, experts: tuple[tuple[int, ...], ...], draft: DraftShare | None) -> dict:  # type: ignore[type-arg]
+    return memory_needed(model, expert_ids=experts, draft=draft).device
+
+
+def _largest_share(num_experts: int, num_ranks: int) -> tuple[int, ...]:
+    return tuple(range(-(-num_experts // num_ranks)))
+
+
+def _cache(
+    config: ClusterConfig,
+    model: ModelConfig,
+    role: str,
+    weight_bytes: int,
+    device_bytes: int | None,
+    *,
+    has_drafts: bool,
+) -> tuple[int, int]:
+    """Return the bytes of a rank's caches and how many tokens they hold."""
+    budget = config.cache.memory_bytes
+    if budget is None and config.accelerator == "cpu":
+        budget = _CPU_CACHE_BYTES
+    if budget is None:
+        if device_bytes is None:
+            raise ConfigError(
+                "the cache takes a share of the device, whose size is not known here; set cache.device_bytes "
+                "or cache.memory_bytes",
+                path="cache.device_bytes",
+            )
+        budget = int(max(0, device_bytes - weight_bytes) * config.cache.memory_fraction)
+    # All backends keep the records of the reference, so its sizes hold on every device.
+    kernels = select_kernels("cpu", numerics=config.kernels.numerics, batch_invariant=False, overrides={})
+    groups = DeepseekV41Spec(model).kv_groups(kernels, tokens_per_block=config.cache.block_size, with_drafts=has_drafts)
+    num_drafts = config.speculative.max_draft_tokens if has_drafts else 0
+    size = size_caches(
+        groups,
+        budget_bytes=budget,
+        max_running=config.prefill.max_running if role == "prefill" else config.decode.max_running,
+        max_model_len=min(config.model.max_model_len or model.max_position_embeddings, model.max_position_embeddings),
+        draft_bytes_per_slot=draft_bytes_per_slot(config.speculative, num_drafts, model.vocab_size),
+    )
+    num_tokens = min(
+        (size.num_blocks[group.name] - 1) * group.tokens_per_block for group in groups if group.kind == "paged"
+    )
+    return size.num_bytes, num_tokens
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

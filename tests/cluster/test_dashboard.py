@@ -1,0 +1,73 @@
+"""The Grafana dashboard: every metric has its panel, under the name that Ray exports, in Grafana's JSON model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from deepinfer.metrics import METRICS
+
+SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "make_dashboard.py"
+# The fields of Grafana's dashboard model (schema version 39) that a panel of type timeseries needs.
+PANEL = {
+    "type": "object",
+    "required": ["id", "type", "title", "gridPos", "datasource", "targets", "fieldConfig", "options"],
+    "properties": {
+        "id": {"type": "integer", "minimum": 1},
+        "type": {"const": "timeseries"},
+        "gridPos": {
+            "type": "object",
+            "required": ["x", "y", "w", "h"],
+            "properties": {"x": {"type": "integer", "maximum": 23}, "w": {"type": "integer", "maximum": 24}},
+        },
+        "datasource": {"type": "object", "required": ["type", "uid"]},
+        "targets": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "required": ["refId", "expr"],
+                "properties": {"refId": {"type": "string"}, "expr": {"type": "string"}},
+            },
+        },
+    },
+}
+DASHBOARD = {
+    "type": "object",
+    "required": ["title", "uid", "schemaVersion", "panels", "time", "templating"],
+    "properties": {
+        "uid": {"type": "string", "maxLength": 40},
+        "schemaVersion": {"type": "integer", "minimum": 36},
+        "panels": {"type": "array", "items": PANEL},
+        "templating": {"required": ["list"], "properties": {"list": {"items": {"required": ["name", "type"]}}}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def dashboard(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("dashboard") / "deepinfer.json"
+    subprocess.run([sys.executable, str(SCRIPT), "-o", str(path)], check=True, cwd=SCRIPT.parent.parent, timeout=60)
+    made: dict[str, Any] = json.loads(path.read_text())
+    return made
+
+
+def test_it_is_a_dashboard(dashboard: dict[str, Any]) -> None:
+    jsonschema.validate(dashboard, DASHBOARD)
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(set(places)) == len(ids)
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_every_metric_has_its_panel(dashboard: dict[str, Any], metric: Any) -> None:
+    suffix = {"counter": "_total", "gauge": "", "histogram": "_bucket"}[metric.kind]
+    [panel] = [panel for panel in dashboard["panels"] if panel["description"].startswith(f"{metric.name} (")]
+    for target in panel["targets"]:
+        assert f"ray_{metric.name}{suffix}{{" in target["expr"]
+        assert all(tag in target["expr"] and tag in target["legendFormat"] for tag in ("role", *metric.tags))

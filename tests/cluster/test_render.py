@@ -1,0 +1,159 @@
+"""Shipped cluster files, the memory that they need, and manifests against the fields of KubeRay's resources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from deepinfer.cli.cluster import run_command
+from deepinfer.config import ClusterConfig, load_config, resolve
+from deepinfer.errors import ConfigError
+from deepinfer.launcher.kuberay import render_kuberay
+from deepinfer.launcher.memory import rank_memory
+from deepinfer.launcher.providers import render_ray, start_ray
+
+FOLDER = Path(__file__).parent.parent.parent / "cluster_configs"
+FILES = ("cpu-tiny", "h200-1", "h200-8", "sm100-64")
+GIB = 2**30
+
+# What the CRDs of API group ray.io/v1 require and allow of the fields that we write.
+POD = {
+    "type": "object",
+    "required": ["spec"],
+    "properties": {
+        "spec": {
+            "type": "object",
+            "required": ["containers"],
+            "properties": {
+                "containers": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "type": "object",
+                        "required": ["name", "image"],
+                        "properties": {
+                            "name": {"type": "string"},
+                            "image": {"type": "string"},
+                            "env": {"type": "array", "items": {"required": ["name"]}},
+                            "resources": {"properties": {"limits": {"type": "object"}, "requests": {"type": "object"}}},
+                            "volumeMounts": {"type": "array", "items": {"required": ["name", "mountPath"]}},
+                        },
+                        "additionalProperties": False,
+                    },
+                },
+                "volumes": {"type": "array", "items": {"required": ["name"]}},
+            },
+            "additionalProperties": False,
+        }
+    },
+}
+START = {"type": "object", "additionalProperties": {"type": "string"}}
+RAY_CLUSTER_SPEC = {
+    "type": "object",
+    "required": ["headGroupSpec"],
+    "properties": {
+        "rayVersion": {"type": "string"},
+        "headGroupSpec": {
+            "type": "object",
+            "required": ["template"],
+            "properties": {"rayStartParams": START, "template": POD},
+            "additionalProperties": False,
+        },
+        "workerGroupSpecs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["groupName", "maxReplicas", "minReplicas", "template"],
+                "properties": {
+                    "groupName": {"type": "string"},
+                    **{name: {"type": "integer"} for name in ("replicas", "minReplicas", "maxReplicas", "numOfHosts")},
+                    "rayStartParams": START,
+                    "template": POD,
+                },
+                "additionalProperties": False,
+            },
+        },
+    },
+    "additionalProperties": False,
+}
+RAY_JOB_SPEC = {
+    "type": "object",
+    "properties": {
+        "entrypoint": {"type": "string"},
+        "clusterSelector": START,
+        "shutdownAfterJobFinishes": {"type": "boolean"},
+    },
+    "additionalProperties": False,
+}
+
+
+def read(name: str, *settings: str) -> ClusterConfig:
+    return resolve(load_config(FOLDER / f"{name}.yaml", settings=settings, environ={}).config, accelerator="cpu")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_shipped_files_load_and_fit(name: str) -> None:
+    """Keys of features that are not built yet would be refused by name."""
+    config = read(name)
+    assert config.name == name
+    for memory in rank_memory(config):
+        assert memory.left_bytes is not None
+        assert memory.left_bytes > 0.1 * memory.device_bytes
+    assert render_ray(config).count("start --head") == 1
+
+
+def test_the_arithmetic_in_the_comments_is_right() -> None:
+    prefill, decode = rank_memory(read("h200-8"))
+    assert round(decode.weights["routed experts"] / GIB, 1) == 67.2
+    assert round(decode.weights["draft stages"] / GIB, 1) == 2.3
+    assert round(prefill.weights["draft stages"] / GIB, 1) == 0.1
+    assert round(decode.left_bytes / GIB) == 29
+    assert 0.9 < decode.cache_bytes / decode.num_tokens / 1000 < 0.95
+    prefill, decode = rank_memory(read("sm100-64"))
+    assert round(sum(prefill.weights.values()) / GIB, 1) == 76.5
+    assert round(decode.weights["routed experts"] / GIB, 1) == 4.2
+    assert round(decode.left_bytes / GIB, 1) == 53.5
+
+
+def test_what_cannot_fit_is_refused_with_the_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["render", str(FOLDER / "h200-8.yaml"), "--set", "prefill.ranks=2"]) == 2
+    assert "prefill.ranks: a prefill rank needs 171.8 GiB" in capsys.readouterr().err
+    assert run_command(["render", str(FOLDER / "h200-8.yaml")]) == 0
+    assert "routed experts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "pods"), [("cpu-tiny", [1, 1]), ("h200-8", [1, 1]), ("sm100-64", [1, 8])])
+def test_manifests_have_the_fields_of_kuberay(name: str, pods: list[int]) -> None:
+    config_map, cluster, job = yaml.safe_load_all(render_kuberay(read(name)))
+    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    jsonschema.validate(cluster["spec"], RAY_CLUSTER_SPEC)
+    jsonschema.validate(job["spec"], RAY_JOB_SPEC)
+    assert [group["replicas"] for group in cluster["spec"]["workerGroupSpecs"]] == pods
+    assert job["spec"]["clusterSelector"] == {"ray.io/cluster": name}
+    mounted: dict[str, Any] = yaml.safe_load(config_map["data"]["cluster.yaml"])
+    assert mounted["ray"]["provider"] == "existing"
+    assert mounted["decode"]["ranks"] == read(name).decode.ranks
+
+
+def test_ranks_that_do_not_fill_pods_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"decode.ranks_per_node: 60 ranks can't be spread evenly over pods of 8"):
+        render_kuberay(read("sm100-64", "decode.ranks=60"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["ray.provider=kuberay"], "ray.provider: 'kuberay' is brought up by Kubernetes"),
+        (["ray.provider=ssh"], "ray.hosts: provider 'ssh' needs the names of the hosts"),
+        (["ray.provider=existing"], "ray.address: provider 'existing' needs the address"),
+    ],
+)
+def test_providers_say_what_they_need(settings: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        start_ray(read("cpu-tiny", *settings))
