@@ -18,14 +18,22 @@ from ray.actor import ActorHandle
 
 from deepinfer.actors.rank_actor import RankProgram
 from deepinfer.client import EngineClient, RequestMaker, Run
-from deepinfer.config import ClusterConfig, load_config, resolve
+from deepinfer.config import ClusterConfig, load_config
 from deepinfer.errors import ClusterError, ConfigError, RequestError
-from deepinfer.launcher import RayConnection, check_joinable, find_driver, open_ray, start_engine, stop_engine
+from deepinfer.launcher import (
+    RayConnection,
+    check_joinable,
+    find_driver,
+    open_ray,
+    resolve_for_ray,
+    resolve_here,
+    start_engine,
+    stop_engine,
+)
 from deepinfer.log import get_logger
 from deepinfer.models.deepseek_v41.weights import model_digest
 from deepinfer.models.model_source import resolve_model
 from deepinfer.outputs import ChatOptions, CompletionOutput, RequestOutput, Row, RowResult, ToolCall
-from deepinfer.platforms.platform import detect_accelerator
 from deepinfer.protocol import SamplingParams
 from deepinfer.tokenizer import OutputDelta, Tokenizer
 
@@ -62,16 +70,16 @@ class LLM:
         rank_program: RankProgram | None = None,
     ) -> None:
         """Start or find the engine and wait until every rank is ready."""
-        self.config = _load(model, cluster, settings or {})
-        directory = resolve_model(
-            self.config.model.path, revision=self.config.model.revision, cache_dir=Path(self.config.cache_dir)
-        )
+        asked = _load(model, cluster, settings or {})
+        here = resolve_here(asked)
+        directory = resolve_model(here.model.path, revision=here.model.revision, cache_dir=Path(here.cache_dir))
         self.model_directory = directory
         self.tokenizer = Tokenizer.from_directory(directory)
         may_attach = isinstance(cluster, str | Path) if attach is None else attach
-        connection = open_ray(self.config, attach=may_attach)
+        connection = open_ray(here, attach=may_attach)
         own_driver: ActorHandle[Any] | None = None
         try:
+            self.config = resolve_for_ray(asked, connection)
             client = _join(self.config, directory) if may_attach else None
             if client is None:
                 own_driver, started = start_engine(
@@ -251,7 +259,7 @@ def _join(config: ClusterConfig, directory: Path) -> EngineClient | None:
 def _load(
     model: str | None, cluster: str | Path | ClusterConfig | None, settings: Mapping[str, object]
 ) -> ClusterConfig:
-    """Return the resolved config."""
+    """Return the config that is asked for; what depends on machines is still open."""
     if isinstance(cluster, ClusterConfig):
         if settings:
             raise ConfigError("settings can't be given beside a ClusterConfig; put them into it", path="settings")
@@ -261,8 +269,7 @@ def _load(
     else:
         lines = [f"{path}={json.dumps(value)}" for path, value in settings.items()]
         config = load_config(cluster, settings=lines, model=model).config
-    accelerator = detect_accelerator() if config.accelerator == "auto" else config.accelerator
-    return resolve(config, accelerator=accelerator)
+    return config
 
 
 def _params_for(count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> Sequence[SamplingParams]:

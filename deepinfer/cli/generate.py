@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deepinfer.cli.options import Address, Cluster, Model, Settings, Verbose, log_level, read_config
+from deepinfer.cli.options import Address, Cluster, Model, Settings, Verbose, load_options, log_level
 from deepinfer.errors import ConfigError
 from deepinfer.llm import LLM
 from deepinfer.log import set_up_logging
@@ -52,7 +52,7 @@ def generate(
 
     Example: deepinfer generate "The capital of France is" --model tiny --max-tokens 16
     """
-    config = read_config(cluster, settings=settings, model=model, address=address).config
+    config = load_options(cluster, settings=settings, model=model, address=address).config
     set_up_logging(log_level(config, verbose=verbose))
     params = SamplingParams(
         max_tokens=max_tokens,

@@ -41,14 +41,19 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Debug logs, and 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def read_config(
+def load_options(
     cluster: Path | None, *, settings: list[str] | None, model: str | None = None, address: str | None = None
 ) -> LoadedConfig:
-    """Return the configuration of the options, resolved for this machine. Raises ConfigError."""
+    """Return the checked configuration of the options; what depends on machines is still open. Raises ConfigError."""
     every = list(settings or ())
     if address is not None:
         every.append(f"ray.address={address}")
-    loaded = load_config(cluster, settings=every, model=model)
+    return load_config(cluster, settings=every, model=model)
+
+
+def read_config(cluster: Path | None, *, settings: list[str] | None) -> LoadedConfig:
+    """Return the configuration of the options, resolved for this machine. Raises ConfigError."""
+    loaded = load_options(cluster, settings=settings)
     return LoadedConfig(resolve(loaded.config, accelerator=detect_accelerator()), loaded.sources)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from deepinfer.batch_file import JobOptions, JobProgress, RowRunner, run_job
 from deepinfer.cli.display import ProgressDisplay, summary_table
-from deepinfer.cli.options import Address, Cluster, Model, Settings, Verbose, log_level, read_config
+from deepinfer.cli.options import Address, Cluster, Model, Settings, Verbose, load_options, log_level
 from deepinfer.config import ClusterConfig, config_fields
 from deepinfer.errors import ClusterError, RankError
 from deepinfer.llm import LLM
@@ -66,15 +66,16 @@ def run(
     begin = time.monotonic()
     if max_in_flight is not None:
         settings = [*(settings or ()), f"scheduler.max_in_flight={max_in_flight}"]
-    config = read_config(cluster, settings=settings, model=model, address=address).config
-    directory = resolve_model(config.model.path, revision=config.model.revision, cache_dir=Path(config.cache_dir))
+    config = load_options(cluster, settings=settings, model=model, address=address).config
+    cache_dir = Path(config.cache_dir).expanduser()
+    directory = resolve_model(config.model.path, revision=config.model.revision, cache_dir=cache_dir)
     options = JobOptions(
         input=source,
         output=target,
         model=config.model.path,
         model_digest=model_digest(directory),
         settings=answer_settings(config),
-        spool_directory=Path(config.cache_dir) / "spool",
+        spool_directory=cache_dir / "spool",
         resume=not no_resume,
         retry_failed=retry_failed,
     )

@@ -1,5 +1,6 @@
 """Bring Ray up and down, one file per provider, and start engines on it."""
 
+from deepinfer.launcher.accelerator import resolve_for_ray, resolve_here
 from deepinfer.launcher.differences import check_joinable
 from deepinfer.launcher.engine import find_driver, start_engine, stop_engine
 from deepinfer.launcher.local import RayConnection, open_ray
@@ -17,6 +18,8 @@ __all__ = [
     "open_ray",
     "read_logs",
     "read_status",
+    "resolve_for_ray",
+    "resolve_here",
     "start_engine",
     "stop_engine",
     "take_down",

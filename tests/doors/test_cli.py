@@ -64,7 +64,7 @@ def test_a_job_without_errors_exits_0(tmp_path: Path, engines: _Engines, capsys:
     assert _run(source, tmp_path / "out", "--set", "decode.ranks=3", "--max-in-flight", "7") == 0
     assert len(read_rows(tmp_path / "out")) == 2
     [config] = engines.configs
-    assert (config.model.path, config.prefill.ranks, config.decode.ranks) == ("tiny", 2, 3)
+    assert (config.model.path, config.prefill.ranks, config.decode.ranks) == ("tiny", None, 3)
     assert config.scheduler.max_in_flight == 7
     printed = capsys.readouterr()
     assert printed.out == ""

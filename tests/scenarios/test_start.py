@@ -177,14 +177,15 @@ from deepinfer.llm import LLM
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
 worker = cluster.add_node(num_cpus=1, num_gpus=2)
 try:
-    settings = {"ray.address": cluster.address, "accelerator": "nvidia", "prefill.ranks": 1, "decode.ranks": 1}
+    settings = {"ray.address": cluster.address, "prefill.ranks": 1, "decode.ranks": 1}
     with LLM("tiny", settings=settings, rank_program=FAKE_PROGRAM) as llm:
         assert llm.generate([[1, 2]])[0].error is None
         facts = llm._client.facts
         actors = [ray.get_actor(f"{facts.name}-{ready.role}-{ready.rank}") for ready in facts.ranks]
         nodes = {ray.get(actor.probe.remote(), timeout=30).node_id for actor in actors}
         here = ray.get_runtime_context().get_node_id()
-        print(json.dumps({"ranks_have_gpus": nodes == {worker.node_id}, "driver_has_none": here != worker.node_id}))
+        print(json.dumps({"accelerator": facts.config.accelerator, "ranks_have_gpus": nodes == {worker.node_id},
+                          "driver_has_none": here != worker.node_id}))
 finally:
     ray.shutdown()
     cluster.shutdown()
@@ -195,8 +196,12 @@ finally:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_p48_a_driver_on_a_node_without_gpus(cache_dir: Path) -> None:
-    """The head has none; the ranks go where the GPUs are."""
+    """The head has none; what is detected is what the cluster has, and the ranks go where the GPUs are."""
     variables = environment(cache_dir, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
     done = subprocess.run([sys.executable, "-c", TWO_NODES], env=variables, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    assert msgspec.json.decode(done.stdout.splitlines()[-1]) == {"ranks_have_gpus": True, "driver_has_none": True}
+    assert msgspec.json.decode(done.stdout.splitlines()[-1]) == {
+        "accelerator": "nvidia",
+        "ranks_have_gpus": True,
+        "driver_has_none": True,
+    }
