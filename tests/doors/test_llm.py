@@ -161,6 +161,7 @@ def test_failed_starts_leave_the_process_as_it_was(llm: LLM, settings: dict[str,
         LLM("tiny", ClusterConfig(), settings=settings)
     with pytest.raises(CheckpointError, match="tokenizer"):
         LLM(str(tmp_path), settings=settings)
-    with pytest.raises(ConfigError, match="asked for 90 CPU"):
+    # Beside the running engine neither role may find a place; the one whose time is up first speaks.
+    with pytest.raises((ConfigError, ClusterError), match=r"asked for (90|1) CPU, free are \d+ of \d+ CPU"):
         LLM("tiny", settings={**settings, "decode.ranks": 90}, rank_program=FAKE_PROGRAM)
     assert llm.generate([[1]], SamplingParams(max_tokens=1))[0].error is None
