@@ -19,6 +19,7 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deepinfer import __version__, codec
 from deepinfer.actors.driver_metrics import DriverMetrics
@@ -414,12 +415,17 @@ class _RoleOwner(GroupOwner):
 
 
 def create_driver(config: ClusterConfig, *, name: str, detached: bool = False) -> ActorHandle[Any]:
-    """Create the driver actor of the engine `name`; a detached one outlives the process that made it."""
+    """Create the driver actor of the engine `name`; a detached one outlives the process that made it.
+
+    It runs on this process's node, which with `up` is the head: nodes that only have ranks may come and go.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     remote: Any = ray.remote(Driver)
     handle: ActorHandle[Any] = remote.options(
         name=f"{name}-driver",
         namespace=config.ray.namespace,
         lifetime="detached" if detached else None,
+        scheduling_strategy=here,
         num_cpus=0,
         max_restarts=0,
         max_task_retries=0,

@@ -58,7 +58,10 @@ def start_on_hosts(config: ClusterConfig) -> ClusterRecord:
             worker = host_arguments(config, record, is_head=False)
             _on_all(hosts[1:], lambda host: _start(config.ray, host, folder, worker))
     except BaseException:
-        stop_on_hosts(record, config.ray)
+        try:
+            stop_on_hosts(record, config.ray)
+        except ClusterError as error:
+            _LOGGER.warning("not everything that was started could be stopped: %s", error)
         raise
     return record
 

@@ -1,0 +1,182 @@
+"""The parts of the launcher that need no Ray: records, differences, names of logs, hosts over a false ssh."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from deepinfer import __version__
+from deepinfer.actors.driver import EngineFacts
+from deepinfer.config import ClusterConfig, load_config, resolve
+from deepinfer.errors import ClusterError, ConfigError
+from deepinfer.launcher.differences import check_joinable
+from deepinfer.launcher.logs import _choose
+from deepinfer.launcher.ray_node import stop_processes
+from deepinfer.launcher.record import (
+    ClusterRecord,
+    living,
+    mark_processes,
+    read_record,
+    remove_record,
+    write_record,
+)
+from deepinfer.launcher.ssh import start_on_hosts, stop_on_hosts
+from deepinfer.protocol import RankReady
+
+
+def make_config(*settings: str) -> ClusterConfig:
+    return resolve(load_config(settings=["model=tiny", *settings], environ={}).config, accelerator="cpu")
+
+
+def make_facts(config: ClusterConfig, *, digest: str = "same", version: str = __version__) -> EngineFacts:
+    ready = RankReady(
+        rank=0, role="prefill", node="n", device="cpu", pid=1, num_blocks={}, num_slots=1, kernel_set={},
+        model_digest=digest, layout_digest="", version=version,
+    )  # fmt: skip
+    return EngineFacts(
+        name="e", config=config, model_directory="/somewhere", vocab_size=1, max_model_len=1, ranks=(ready,)
+    )
+
+
+def test_a_record_is_found_again_and_forgotten(tmp_path: Path) -> None:
+    config = make_config(f"cache_dir={tmp_path}", "name=one")
+    assert read_record(config) is None
+    record = ClusterRecord(
+        name="one", provider="local", address="1.2.3.4:5", token="/t", processes=mark_processes([os.getpid(), 2**30])
+    )
+    write_record(config, record)
+    assert read_record(config) == record
+    assert read_record(make_config(f"cache_dir={tmp_path}", "name=two")) is None
+    assert [process.pid for process in living(record.processes)] == [os.getpid()]
+    later = msgspec.structs.replace(record.processes[0], created=record.processes[0].created + 1)
+    assert living([later]) == [], "another process with the same pid is not ours"
+    remove_record(config)
+    assert read_record(config) is None
+
+
+def test_only_processes_of_that_ray_are_ended(tmp_path: Path) -> None:
+    ours = [sys.executable, "-c", "import time; time.sleep(60)", f"--dir={tmp_path}/session", "/lib/ray/raylet"]
+    reader = [sys.executable, "-c", "import time; time.sleep(60)", f"{tmp_path}/session/logs"]
+    other = [sys.executable, "-c", "import time; time.sleep(60)", "--dir=/elsewhere", "/lib/ray/raylet"]
+    processes = [subprocess.Popen(command) for command in (ours, reader, other)]
+    try:
+        assert stop_processes(tmp_path, ()) == []
+        assert processes[0].poll() is not None
+        assert [process.poll() for process in processes[1:]] == [None, None]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_an_equal_engine_is_joined_whatever_a_job_may_set_for_itself() -> None:
+    running = make_config("decode.ranks=3")
+    mine = make_config(
+        "decode.ranks=3", "ray.address=x:1", "cache_dir=/other", "observability.log_level=debug",
+        "scheduler.max_in_flight=7", "model.path=/copy/of/tiny",
+    )  # fmt: skip
+    check_joinable(mine, "same", make_facts(running))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("decode.ranks=2", "decode.ranks: the engine has 4, this job asks for 2"),
+        ("determinism.batch_invariant=true", "determinism.batch_invariant: the engine has False"),
+        ("kernels.numerics=fp32", "kernels.numerics: the engine has 'reference', this job asks for 'fp32'"),
+    ],
+)
+def test_another_engine_is_refused_with_the_difference(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_joinable(make_config(setting), "same", make_facts(make_config()))
+    assert message in str(caught.value)
+
+
+def test_another_checkpoint_or_version_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"digest other.*version: the engine is deepinfer 0\.0\.0"):
+        check_joinable(make_config(), "same", make_facts(make_config(), digest="other", version="0.0.0"))
+
+
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    [
+        (None, ["driver", "prefill-0", "decode-0", "decode-1", "decode-10"]),
+        ("driver", ["driver"]),
+        ("decode-1", ["decode-1"]),
+        ("0", ["prefill-0", "decode-0"]),
+    ],
+)
+def test_logs_are_chosen_by_rank(which: str | None, expected: list[str]) -> None:
+    names = ["e-decode-10", "e-decode-1", "e-decode-0", "e-prefill-0", "e-driver", "e-ab12cd-decode-0", "job_actor"]
+    assert [name for name, _ in _choose(dict.fromkeys(names, "id"), "e", which)] == expected
+
+
+def test_an_unknown_rank_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="--rank: 'decode-7' is none of driver, decode-0"):
+        _choose({"e-driver": "a", "e-decode-0": "b"}, "e", "decode-7")
+
+
+def make_ssh(folder: Path, body: str) -> str:
+    """A program in place of ssh: gets a host and a line of shell."""
+    program = folder / "ssh"
+    program.write_text(f'#!/bin/sh\nhost=$1; shift\necho "$host: $*" >> {folder}/log\n{body}\n')
+    program.chmod(0o700)
+    return str(program)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        ("echo 0.0.1 2.60.0 $host", ConfigError, "ray.hosts: one has deepinfer, ray 0.0.1 2.60.0, here are"),
+        ("echo no route >&2; exit 255", ClusterError, "host one: exit code 255: no route"),
+    ],
+)
+def test_hosts_are_checked_before_anything_is_started(
+    tmp_path: Path, body: str, error: type[Exception], message: str
+) -> None:
+    config = make_config("ray.provider=ssh", "ray.hosts=[one, two]", f"ray.ssh_command=[{make_ssh(tmp_path, body)}]")
+    with pytest.raises(error, match=message):
+        start_on_hosts(config)
+    assert " start " not in (tmp_path / "log").read_text()
+
+
+def test_a_head_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
+    body = f"""
+case "$*" in
+  *" start "*) echo port is taken >&2; exit 1;;
+  *"import deepinfer, ray"*) echo {__version__} 2.60.0 $host;;
+  *) exec sh -c "$*";;
+esac"""
+    config = make_config("ray.provider=ssh", "ray.hosts=[one, two]", f"ray.ssh_command=[{make_ssh(tmp_path, body)}]")
+    before = set(Path("/tmp").glob("deepinfer-up-*"))
+    with pytest.raises(ClusterError, match="host one: exit code 1: port is taken"):
+        start_on_hosts(config)
+    assert set(Path("/tmp").glob("deepinfer-up-*")) == before
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_hosts_over_a_false_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both hosts are this machine; what runs on them is real."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent.parent))
+    ssh = make_ssh(tmp_path, 'exec sh -c "$*"')
+    config = make_config(
+        "ray.provider=ssh", "ray.hosts=[127.0.0.1, localhost]", f"ray.ssh_command=[{ssh}]", "ray.port=36391",
+        "ray.dashboard_port=36392", "ray.object_store_bytes=80000000",
+    )  # fmt: skip
+    record = start_on_hosts(config)
+    try:
+        log = (tmp_path / "log").read_text()
+        assert "127.0.0.1: env RAY_AUTH_MODE=token" in log
+        assert "--address=127.0.0.1:36391" in log
+        assert (Path(str(record.folder)) / "token").stat().st_mode & 0o077 == 0
+    finally:
+        left = stop_on_hosts(record, config.ray)
+    assert left == []
+    assert not Path(str(record.folder)).exists()
