@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,15 @@ def _explain(role: str, resource: str, amounts: list[float], seconds: float) -> 
         f"no place for the {role} ranks within {seconds:g} s: asked for {asked}, "
         f"free are {free:g} of {total:g} {resource} on {num_nodes} node(s)"
     )
+    if is_spread:
+        message = f"{message} ({_describe_nodes(resource)})"
     if total < sum(amounts) or num_nodes < (len(amounts) if is_spread else 1):
         return ConfigError(f"{message}; ask for fewer ranks or add nodes", path=f"{role}.ranks")
     return ClusterError(f"{message}; wait until others have finished or ask for fewer ranks")
+
+
+def _describe_nodes(resource: str) -> str:
+    """Say how many nodes have how much of the resource: "2 nodes with 8, 1 node with 4"."""
+    amounts = Counter(node["Resources"].get(resource, 0.0) for node in ray.nodes() if node["Alive"])
+    parts = (f"{count} {'node' if count == 1 else 'nodes'} with {amount:g}" for amount, count in amounts.items())
+    return ", ".join(parts)

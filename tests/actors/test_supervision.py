@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import msgspec
 import psutil
 import pytest
 import ray
@@ -100,3 +101,13 @@ def wait_for_free_places(*, at_least: int) -> None:
     while ray.available_resources().get("CPU", 0) < at_least:
         assert time.monotonic() < deadline, "the places were not given back"
         time.sleep(0.2)
+
+
+def test_nodes_of_another_shape_are_refused_with_what_was_found(start_engine) -> None:
+    config = small_config(prefill=1, decode=24, placement_timeout_seconds=2)
+    config = msgspec.structs.replace(config, decode=msgspec.structs.replace(config.decode, ranks_per_node=12))
+    with pytest.raises(ray.exceptions.RayTaskError) as caught:
+        start_engine(config)
+    assert isinstance(cause_of(caught.value), ConfigError)
+    assert "asked for 2 nodes with 12 CPU each" in str(cause_of(caught.value))
+    assert "on 1 node(s) (1 node with 10)" in str(cause_of(caught.value))
