@@ -51,6 +51,7 @@ def test_streamed_tokens_come_in_pieces(shared_engine) -> None:
 
 
 def test_jobs_may_use_the_same_ids_at_the_same_time(shared_engine) -> None:
+    """P07: each job hears of its own requests."""
     jobs = [shared_engine.client.open_job() for _ in range(2)]
     for number, job in enumerate(jobs):
         job.submit([make_request(f"same-{i}", [number + 1, i]) for i in range(50)])
@@ -61,6 +62,7 @@ def test_jobs_may_use_the_same_ids_at_the_same_time(shared_engine) -> None:
 
 
 def test_an_id_in_use_is_refused_and_disturbs_nobody(shared_engine) -> None:
+    """P08: the second of two live requests with one id is refused."""
     job = shared_engine.client.open_job()
     job.submit([make_request("twice", [1, 1], max_tokens=1000)])
     assert job.next_outputs(0.0).outputs == ()  # the driver has it

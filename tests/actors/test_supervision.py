@@ -63,6 +63,7 @@ def test_hanging_ranks_are_found_and_fenced(start_engine) -> None:
 
 
 def test_a_request_that_breaks_its_rank_fails_alone_and_in_the_end_the_engine_says_why(start_engine) -> None:
+    """P60: the inner cause is in the row's error and in the engine's."""
     engine = start_engine(small_config())
     job = engine.client.open_job()
     job.submit([make_request("poison", [FAULT, Fault.RAISE])])
@@ -85,6 +86,7 @@ def test_a_broken_checkpoint_stops_the_start_and_leaves_nothing(start_engine) ->
 
 
 def test_impossible_placement_fails_in_time_and_names_asked_and_free(start_engine) -> None:
+    """P47: no waiting for ever for places that will not come."""
     begin = time.monotonic()
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         start_engine(small_config(prefill=1, decode=50, placement_timeout_seconds=2))

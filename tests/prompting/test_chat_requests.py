@@ -187,7 +187,7 @@ def test_empty_user_message_is_answered(tokenizer: Tokenizer) -> None:
 
 
 def test_dangerous_text_stays_text(tokenizer: Tokenizer) -> None:
-    """Every place of a request that takes text: its literals add no control token."""
+    """P13: Every place of a request that takes text: its literals add no control token."""
 
     def request(text: str) -> list[str]:
         call = {"id": "1", "function": {"name": "f", "arguments": json.dumps({"a": text, "b": [text]})}}
@@ -208,7 +208,7 @@ def test_dangerous_text_stays_text(tokenizer: Tokenizer) -> None:
 
 
 def test_prefix_is_continued(tokenizer: Tokenizer) -> None:
-    """No end token, and the parser starts where the text stands."""
+    """P14: No end token, and the parser starts where the text stands."""
     prefix = {"role": "assistant", "content": "Cold", "reasoning": "r", "prefix": True}
     encoded = encode_chat(tokenizer, [USER, prefix])
     assert encoded.text.endswith("<｜Assistant｜><think>r</think>Cold")

@@ -199,7 +199,7 @@ def test_markup_quoted_in_ordinary_tokens_is_text(tokenizer: Tokenizer) -> None:
 
 
 def test_reasoning_cut_by_length(tokenizer: Tokenizer) -> None:
-    """Only reasoning, no closing tag: content is an empty string, the count covers all tokens."""
+    """P27: Only reasoning, no closing tag: content is an empty string, the count covers all tokens."""
     ids = tokens_of(tokenizer, "\n\nI think that\n")
     result = read(tokenizer, ids, thinking=True, finish="length")
     assert (result.reasoning, result.content, result.finish_reason) == ("I think that\n", "", "length")
@@ -258,6 +258,7 @@ def test_stop_string_stops_at_its_last_token(tokenizer: Tokenizer) -> None:
 
 
 def test_stop_string_right_behind_half_a_character(tokenizer: Tokenizer) -> None:
+    """P16: the half becomes one replacement mark."""
     half = tokenizer.encode_text("🐈")[:1]
     assert tokenizer.token_text(half[0]) == "\N{REPLACEMENT CHARACTER}"
     result = read(tokenizer, [*tokens_of(tokenizer, "cat "), *half, *tokens_of(tokenizer, "END more")], stop=("END",))
@@ -300,7 +301,7 @@ def test_begin_token_in_the_middle_never_shows(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_random_tokens_stream_to_the_same_text(tokenizer: Tokenizer, kind: str) -> None:
-    """500 rows of random ids, many of them parts of characters, cut anywhere."""
+    """P15: 500 rows of random ids, many of them parts of characters, cut anywhere."""
     generator = random.Random(7)
     parts = [i for i in range(3, 128000) if "\N{REPLACEMENT CHARACTER}" in tokenizer.token_text(i)]
     for _ in range(500):
