@@ -67,13 +67,14 @@ def _group(config: ClusterConfig, role: str, ranks: int, ranks_per_node: int | N
     if ranks % per_pod:
         raise ConfigError(f"{ranks} ranks can't be spread evenly over pods of {per_pod}", path=f"{role}.ranks_per_node")
     num_pods = ranks // per_pod
+    num_devices = -(-per_pod // (config.ranks_per_device or 1))
     return {
         "groupName": role,
         "replicas": num_pods,
         "minReplicas": num_pods,
         "maxReplicas": num_pods,
         "numOfHosts": 1,
-        "rayStartParams": {"num-cpus": str(per_pod)} if config.accelerator == "cpu" else {"num-gpus": str(per_pod)},
+        "rayStartParams": {"num-cpus": str(per_pod)} if config.accelerator == "cpu" else {"num-gpus": str(num_devices)},
         "template": _pod(config, "ray-worker", num_ranks=per_pod),
     }
 
@@ -81,7 +82,8 @@ def _group(config: ClusterConfig, role: str, ranks: int, ranks_per_node: int | N
 def _pod(config: ClusterConfig, container: str, *, num_ranks: int) -> dict[str, Any]:
     resources: dict[str, Any] = {}
     if num_ranks and config.accelerator == "nvidia":
-        resources = {"limits": {"nvidia.com/gpu": num_ranks}, "requests": {"nvidia.com/gpu": num_ranks}}
+        num_devices = -(-num_ranks // (config.ranks_per_device or 1))
+        resources = {"limits": {"nvidia.com/gpu": num_devices}, "requests": {"nvidia.com/gpu": num_devices}}
     mounts = [
         {"name": "config", "mountPath": _FOLDER, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},

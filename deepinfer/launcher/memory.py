@@ -69,6 +69,8 @@ def rank_memory(config: ClusterConfig) -> list[RoleMemory]:
     """
     model = model_config(config)
     device_bytes = config.cache.device_bytes
+    if device_bytes is not None:
+        device_bytes //= config.ranks_per_device or 1
     if config.accelerator == "cpu" and device_bytes is None:
         num_ranks = (config.prefill.ranks or 1) + (config.decode.ranks or 1)
         device_bytes = psutil.virtual_memory().total // num_ranks
