@@ -244,19 +244,18 @@ class _Builder:
 
     def scheduler(self, loaded: _Loaded, size: CacheSize) -> StepScheduler:
         """The rank's own scheduler."""
-        make_checker = partial(
-            make_stop_checker,
-            tokenizer=loaded.tokenizer,
-            eos_token_id=loaded.spec.eos_token_id,
-            max_model_len=loaded.max_model_len,
-        )
         return StepScheduler(
             role=self.role,
             cache=CacheManager(loaded.kv_groups, num_blocks=size.num_blocks, num_slots=size.num_slots),
             max_running=self.max_running,
             max_tokens_per_step=self.config.prefill.max_tokens_per_step,
             max_model_len=loaded.max_model_len,
-            make_stop_checker=lambda request, _: make_checker(request),
+            make_stop_checker=partial(
+                make_stop_checker,
+                tokenizer=loaded.tokenizer,
+                eos_token_id=loaded.spec.eos_token_id,
+                max_model_len=loaded.max_model_len,
+            ),
             max_rows_per_slot=1 + self._num_decode_drafts(loaded),
         )
 

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from deepinfer.codec import unpack
-from deepinfer.protocol import FinishCode, Request
+from deepinfer.protocol import Request
 from deepinfer.scheduler.stopping import StopChecker
 from deepinfer.tokenizer import OutputParser, Tokenizer
 
 
-class RankStopChecker:
-    """A `StopChecker` in the form that the step scheduler asks for."""
-
-    def __init__(self, checker: StopChecker) -> None:
-        """Wrap `checker`."""
-        self._checker = checker
-
-    def check(self, token_ids: Sequence[int]) -> tuple[int, FinishCode]:
-        """Take new tokens; return how many are kept and why the sequence ends there."""
-        decision = self._checker.check(token_ids)
-        return decision.num_kept, decision.code
-
-
-def make_stop_checker(
-    request: Request, *, tokenizer: Tokenizer, eos_token_id: int, max_model_len: int
-) -> RankStopChecker:
+def make_stop_checker(request: Request, *, tokenizer: Tokenizer, eos_token_id: int, max_model_len: int) -> StopChecker:
     """Return what ends one sequence of `request`; a replay's earlier output counts."""
     params = request.sampling
 
@@ -38,13 +21,11 @@ def make_stop_checker(
             include_stop_str_in_output=params.include_stop_str_in_output,
         )
 
-    return RankStopChecker(
-        StopChecker(
-            params,
-            eos_token_id=eos_token_id,
-            num_prompt_tokens=request.num_prompt_tokens,
-            max_model_len=max_model_len,
-            output_token_ids=unpack(request.output_token_ids).tolist(),
-            build_reader=build_reader,
-        )
+    return StopChecker(
+        params,
+        eos_token_id=eos_token_id,
+        num_prompt_tokens=request.num_prompt_tokens,
+        max_model_len=max_model_len,
+        output_token_ids=unpack(request.output_token_ids).tolist(),
+        build_reader=build_reader,
     )

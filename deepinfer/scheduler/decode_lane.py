@@ -53,8 +53,8 @@ class DecodeLane:
         offsets, first_token_ids = unpack(admitted.sample_offsets).tolist(), unpack(admitted.first_token_ids)
         for offset, first in zip(offsets, first_token_ids, strict=True):
             sample = request.first_sample + offset
-            checker = self._make_stop_checker(request, sample)
-            code = checker.check((int(first),))[1]
+            checker = self._make_stop_checker(request)
+            code = checker.check((int(first),)).code
             assert code is FinishCode.NONE, f"sequence {request.index + offset} ended with its first token: {code!r}"
             token_ids = np.append(earlier, first)
             limit = token_limit(request, self._max_model_len)

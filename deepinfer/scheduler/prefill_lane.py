@@ -132,10 +132,7 @@ class PrefillLane:
         request = task.request
         token_ids = tuple(int(token_id) for token_id in result.token_ids)
         assert len(token_ids) == request.num_samples, f"{len(token_ids)} tokens for {request.num_samples} samples"
-        codes = tuple(
-            self._make_stop_checker(request, request.first_sample + sample).check((token_id,))[1]
-            for sample, token_id in enumerate(token_ids)
-        )
+        codes = tuple(self._make_stop_checker(request).check((token_id,)).code for token_id in token_ids)
         needs_export = FinishCode.NONE in codes
         num_tokens = len(task.token_ids)
         prefilled = Prefilled(

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Run
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from deepinfer.codec import unpack
-from deepinfer.protocol import FinishCode, LogprobColumns, Request
+from deepinfer.protocol import LogprobColumns, Request
 from deepinfer.scheduler.step_plan import Int32Array
+from deepinfer.scheduler.stopping import StopChecker
 
-
-class StopCheckerLike(Protocol):
-    """Decides where one sequence ends; built with what the request brings as earlier output."""
-
-    def check(self, token_ids: Run[int]) -> tuple[int, FinishCode]:
-        """Take new tokens; return how many of them are kept and why the sequence ends there (`NONE`: it goes on)."""
-        ...
-
-
-MakeStopChecker = Callable[[Request, int], StopCheckerLike]  # request, sample number among the user's n
+MakeStopChecker = Callable[[Request], StopChecker]  # for one sequence; the earlier output of a replay counts
 
 
 def known_tokens(request: Request) -> Int32Array:
@@ -75,7 +65,7 @@ class DecodeSequence:
     token_ids: Int32Array
     num_tokens: int
     limit: int
-    checker: StopCheckerLike
+    checker: StopChecker
     slot: int = 0
     num_in_flight: int = 0
     is_ending: bool = False

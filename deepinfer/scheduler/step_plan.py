@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer.protocol import FinishCode, LogprobColumns, SamplingParams
+from deepinfer.protocol import LogprobColumns, SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -130,12 +130,3 @@ class StepOutput:
     draft_ids: Int32Array | None = None
     confidence: Float32Array | None = None
     device_seconds: float = 0.0
-
-
-@dataclass(slots=True, frozen=True)
-class SequenceFinish:
-    """A sequence left its rank: why, and where its output was cut."""
-
-    index: int
-    code: FinishCode
-    num_output_tokens: int

@@ -28,7 +28,7 @@ class StepScheduler:
 
     `max_running`: prompts (prefill) or sequences (decode) in work at once. `max_tokens_per_step` bounds the rows of a
     prefill step. `max_model_len` bounds prompt and output of a sequence. `max_rows_per_slot`: most tokens that a
-    decode step commits per sequence (1 + drafts). `make_stop_checker(request, sample)` builds what ends a sequence;
+    decode step commits per sequence (1 + drafts). `make_stop_checker(request)` builds what ends a sequence;
     it has to stop at `max_tokens` and at `max_model_len`, the earlier output of a replay counted.
     """
 
@@ -63,11 +63,6 @@ class StepScheduler:
                 make_stop_checker=make_stop_checker,
             )
         self._steps_in_flight: deque[int] = deque()
-
-    @property
-    def num_steps_in_flight(self) -> int:
-        """Plans that have not been applied yet."""
-        return len(self._steps_in_flight)
 
     def add(self, request: Request, grammar: object | None = None) -> None:
         """Prefill: queue a request. One that can never run fails with the next results.

@@ -30,10 +30,10 @@ from tests.support.fake_device import EOS, GROUPS, FakeDevice
 Role = Literal["prefill", "decode"]
 
 
-def stop_checkers(max_model_len: int) -> Callable[[Request, int], StopChecker]:
+def stop_checkers(max_model_len: int) -> Callable[[Request], StopChecker]:
     """Return the factory of stop checkers that a step scheduler wants."""
 
-    def make(request: Request, sample: int) -> StopChecker:
+    def make(request: Request) -> StopChecker:
         return StopChecker(
             request.sampling,
             eos_token_id=EOS,

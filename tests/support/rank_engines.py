@@ -40,7 +40,6 @@ from deepinfer.runtime.rank_engine import EngineParts, RankEngine, StepObserver
 from deepinfer.runtime.rank_metrics import RankMetrics
 from deepinfer.runtime.slot_table import SlotTable
 from deepinfer.runtime.speculation import Speculation
-from deepinfer.runtime.stop_checkers import RankStopChecker
 from deepinfer.scheduler.step_scheduler import StepScheduler
 from deepinfer.scheduler.stopping import StopChecker
 from deepinfer.speculative.cost_table import CostTable
@@ -113,7 +112,7 @@ def build_fake_rank(
         max_running=max_running,
         max_tokens_per_step=max_tokens_per_step,
         max_model_len=max_model_len,
-        make_stop_checker=lambda request, sample: _stop_checker(request, max_model_len),
+        make_stop_checker=lambda request: _stop_checker(request, max_model_len),
         max_rows_per_slot=1 + max_drafts,
     )
     recorder, events = MemoryRecorder(), []
@@ -140,15 +139,14 @@ def build_fake_rank(
     return FakeRank(engine, model, scheduler, recorder, events, observers)
 
 
-def _stop_checker(request: Request, max_model_len: int) -> RankStopChecker:
-    checker = StopChecker(
+def _stop_checker(request: Request, max_model_len: int) -> StopChecker:
+    return StopChecker(
         request.sampling,
         eos_token_id=EOS,
         num_prompt_tokens=request.num_prompt_tokens,
         max_model_len=max_model_len,
         output_token_ids=unpack(request.output_token_ids).tolist(),
     )
-    return RankStopChecker(checker)
 
 
 def _ready(role: Role, rank: int, num_blocks: dict[str, int], num_slots: int, digest: str) -> RankReady:
