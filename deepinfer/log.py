@@ -1,4 +1,4 @@
-"""Log lines with role, rank and step in front, so that 68 processes can be told apart."""
+"""Log lines with role and rank in front, so that 68 processes can be told apart."""
 
 from __future__ import annotations
 

@@ -106,7 +106,6 @@ class Request(_Struct, frozen=True, kw_only=True):
     output_format: OutputFormat = OutputFormat()
     grammar: GrammarSpec | None = None
     priority: int = 0
-    cache_salt: str = ""
     stream: bool = False
 
 

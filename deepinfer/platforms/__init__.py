@@ -1,1 +1,1 @@
-"""Accelerators: device, streams, memory, collective backend; one file each, loaded when selected."""
+"""Accelerators: device, streams, memory; one file each, loaded when selected."""

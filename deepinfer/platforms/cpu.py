@@ -1,4 +1,4 @@
-"""The CPU as an accelerator: gloo, no graphs, and one worker thread as the stream."""
+"""The CPU as an accelerator, with one worker thread as the stream."""
 
 from __future__ import annotations
 
@@ -97,8 +97,6 @@ class CpuPlatform:
 
     name = "cpu"
     device = torch.device("cpu")
-    collective_backend = "gloo"
-    ray_resource = "CPU"
 
     def __init__(self, *, num_threads: int) -> None:
         """Use `num_threads` threads within one operation."""

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU as an accelerator: CUDA streams, NCCL, and a clear refusal of what can't work."""
+"""An NVIDIA GPU as an accelerator: CUDA streams, and a clear refusal of what can't work."""
 
 from __future__ import annotations
 
@@ -145,8 +145,6 @@ class NvidiaPlatform:
     """The first visible GPU; see `platform.Platform`."""
 
     name = "nvidia"
-    collective_backend = "nccl"
-    ray_resource = "GPU"
 
     def __init__(self, device: torch.device, *, num_threads: int) -> None:
         """Use `device`, and `num_threads` threads within one operation on the host."""

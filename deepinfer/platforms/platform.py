@@ -69,12 +69,10 @@ class Stream(Protocol):
 
 
 class Platform(Protocol):
-    """One accelerator: its device, memory, streams, and the names under which others know it."""
+    """One accelerator: its device, memory and streams."""
 
     name: str
     device: torch.device
-    collective_backend: str
-    ray_resource: str
 
     def memory_info(self) -> MemoryInfo:
         """Return the device's memory as it is now."""

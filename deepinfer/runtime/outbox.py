@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from deepinfer.codec import pack, pack_codes
 from deepinfer.protocol import (
@@ -21,18 +20,6 @@ from deepinfer.protocol import (
 from deepinfer.runtime.kv_transfer import Buffer
 from deepinfer.scheduler.logprob_columns import join_logprobs
 from deepinfer.scheduler.step_results import Decoded, Prefilled
-
-
-class Outbox(Protocol):
-    """What both roles' outboxes have in common."""
-
-    def add_failures(self, failures: Iterable[RequestFailure]) -> None:
-        """Leave requests that failed."""
-        ...
-
-    def take(self, load: RankLoad) -> tuple[PrefillResult | DecodeResult | None, list[Buffer]]:
-        """Return everything since the last call with `load`, or None; KV buffers in the order of the items with kv."""
-        ...
 
 
 class PrefillOutbox:
@@ -69,7 +56,7 @@ class PrefillOutbox:
             self._failures.extend(failures)
 
     def take(self, load: RankLoad) -> tuple[PrefillResult | None, list[Buffer]]:
-        """Return everything since the last call; None if nothing is new."""
+        """Return everything since the last call, None if nothing is new, and the KV buffers of the items with kv."""
         with self._lock:
             items, self._items = self._items, []
             buffers, self._buffers = self._buffers, []

@@ -37,6 +37,7 @@ from deepinfer.scheduler.load_balancer import DecodeCapacity, LoadBalancer
 from deepinfer.scheduler.logprob_columns import slice_logprobs
 from deepinfer.scheduler.request_book import RequestBook, Role, SchedulerCounts
 from deepinfer.scheduler.request_state import Job, Phase, SampleState, Trip
+from deepinfer.scheduler.sampling_params import resolve_seed
 
 
 @dataclass(slots=True, frozen=True)
@@ -95,10 +96,8 @@ class BatchScheduler:
                 " shorten the prompt or raise cache.memory_bytes"
             )
             raise RequestError(text, code="cache_too_small", param="prompt")
-        if request.sampling.seq_seed is None:
-            sampling = msgspec.structs.replace(request.sampling, seq_seed=self._draw_seed())
-            request = msgspec.structs.replace(request, sampling=sampling)
-        self._book.add(job_id, request)
+        sampling = resolve_seed(request.sampling, self._draw_seed)
+        self._book.add(job_id, msgspec.structs.replace(request, sampling=sampling))
 
     def abort(self, job_id: str, request_ids: Iterable[str]) -> None:
         """Give up requests: nothing more is heard of them. Unknown ids are left alone."""

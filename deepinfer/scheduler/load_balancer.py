@@ -83,10 +83,14 @@ class LoadBalancer:
     ) -> None:
         """Start with nothing reserved. `groups` are those of the decode ranks."""
         self._groups = tuple(group for group in groups if group.kind == "paged")
-        self._prefill_tokens: dict[int, int] = {}
+        self._prefill_tokens = dict.fromkeys(sorted(prefill_ranks), 0)
         self._decode: dict[int, _DecodeRank] = {}
-        self.reset_prefill(prefill_ranks)
-        self.reset_decode(decode_ranks)
+        for rank in sorted(decode_ranks, key=lambda rank: rank.rank):
+            capacity = tuple(max(0, rank.num_blocks[group.name] - 1) for group in self._groups)
+            zeros = [0] * len(capacity)
+            self._decode[rank.rank] = _DecodeRank(
+                rank.rank, capacity, rank.num_slots - 1, zeros, list(zeros), reported_free=capacity
+            )
 
     @property
     def prefill_ranks(self) -> list[int]:
@@ -97,20 +101,6 @@ class LoadBalancer:
     def decode_ranks(self) -> list[int]:
         """The decode ranks, ascending."""
         return list(self._decode)
-
-    def reset_prefill(self, ranks: Sequence[int]) -> None:
-        """Forget everything about the prefill group."""
-        self._prefill_tokens = dict.fromkeys(sorted(ranks), 0)
-
-    def reset_decode(self, ranks: Sequence[DecodeCapacity]) -> None:
-        """Forget all reservations; the decode group has these ranks now."""
-        self._decode = {}
-        for rank in sorted(ranks, key=lambda rank: rank.rank):
-            capacity = tuple(max(0, rank.num_blocks[group.name] - 1) for group in self._groups)
-            zeros = [0] * len(capacity)
-            self._decode[rank.rank] = _DecodeRank(
-                rank.rank, capacity, rank.num_slots - 1, zeros, list(zeros), reported_free=capacity
-            )
 
     def fits(self, num_tokens: int) -> bool:
         """True when some empty decode rank could hold a sequence of `num_tokens` tokens."""
