@@ -106,20 +106,8 @@ class SharedNoiseVerifier:
     def verify(self, logits: Tensor, rows: VerifyRows, state: SamplingState) -> Verified:
         """See `Verifier`."""
         flat = rows.flat()
-        processed = process(
-            logits, slots=flat.slots, positions=flat.positions, token_table=rows.token_table, state=state
-        )
-        token_ids = choose(
-            processed.scores,
-            processed.failed,
-            slots=flat.slots,
-            samples=flat.samples,
-            positions=flat.positions,
-            state=state,
-        )
-        drafts = rows.token_table[flat.slots, flat.positions].to(torch.int64)
-        accepted = flat.is_draft & (token_ids == drafts) & ~processed.failed
-        return _conclude(token_ids, accepted, processed.failed, flat)
+        found = _compare(logits, rows, flat, state)
+        return _conclude(found.token_ids, found.accepted, found.failed, flat)
 
 
 class RejectionVerifier:
@@ -129,19 +117,12 @@ class RejectionVerifier:
         """See `Verifier`."""
         assert rows.draft_scores is not None, "rejection needs the distributions that drafts were drawn from"
         flat = rows.flat()
-        processed = process(
-            logits, slots=flat.slots, positions=flat.positions, token_table=rows.token_table, state=state
-        )
-        failed = processed.failed
-        token_ids = choose(
-            processed.scores, failed, slots=flat.slots, samples=flat.samples, positions=flat.positions, state=state
-        )
-        drafts = rows.token_table[flat.slots, flat.positions].to(torch.int64)
-        accepted = flat.is_draft & (token_ids == drafts) & ~failed
-        drawn = (flat.is_draft & ~state.greedy[flat.slots] & ~failed).nonzero().flatten()
+        found = _compare(logits, rows, flat, state)
+        drafts, token_ids, accepted = found.drafts, found.token_ids, found.accepted
+        drawn = (flat.is_draft & ~state.greedy[flat.slots] & ~found.failed).nonzero().flatten()
         if len(drawn):
             slots, positions = flat.slots[drawn], flat.positions[drawn]
-            target = torch.softmax(temper(processed.scores[drawn], slots, state), 1)
+            target = torch.softmax(temper(found.scores[drawn], slots, state), 1)
             proposed = torch.softmax(rows.draft_scores[slots, flat.offsets[drawn]], 1)
             seeds = derived_seeds(state.seeds[slots], flat.samples[drawn])
             taken = _accept(target, proposed, drafts[drawn], seeds, positions)
@@ -149,7 +130,30 @@ class RejectionVerifier:
             replaced = state.gumbel_argmax(residual.log(), seeds, positions, purpose=RESIDUAL_PURPOSE)
             accepted[drawn] = taken
             token_ids[drawn] = torch.where(taken, drafts[drawn], replaced)
-        return _conclude(token_ids, accepted, failed, flat)
+        return _conclude(token_ids, accepted, found.failed, flat)
+
+
+@dataclass(slots=True, frozen=True)
+class _Compared:
+    """By row: the target's `scores` [N, V], its own token, the draft, whether they are equal, unusable numbers."""
+
+    scores: Tensor
+    token_ids: Tensor
+    drafts: Tensor
+    accepted: Tensor
+    failed: Tensor
+
+
+def _compare(logits: Tensor, rows: VerifyRows, flat: FlatRows, state: SamplingState) -> _Compared:
+    """Draw the target's token in every row and accept the drafts that are it."""
+    slots, positions = flat.slots, flat.positions
+    processed = process(logits, slots=slots, positions=positions, token_table=rows.token_table, state=state)
+    token_ids = choose(
+        processed.scores, processed.failed, slots=slots, samples=flat.samples, positions=positions, state=state
+    )
+    drafts = rows.token_table[slots, positions].to(torch.int64)
+    accepted = flat.is_draft & (token_ids == drafts) & ~processed.failed
+    return _Compared(processed.scores, token_ids, drafts, accepted, processed.failed)
 
 
 def _accept(target: Tensor, proposed: Tensor, drafts: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

@@ -113,10 +113,10 @@ def share_budget(confidence: Tensor, room: Tensor, budget: DraftBudget) -> Tenso
         return torch.clamp_max(room, budget.num_drafts)
     num_slots, num_drafts = confidence.shape
     temperatures = torch.tensor(budget.temperatures or (1.0,) * num_drafts, device=confidence.device)
-    survival = torch.sigmoid(confidence / temperatures).cumprod(1)
+    chances = torch.sigmoid(confidence / temperatures).cumprod(1)
     steps = torch.arange(num_drafts, device=confidence.device)
-    survival = survival.masked_fill(steps >= room[:, None], -1.0)
-    order = torch.sort(survival.t().flatten(), descending=True, stable=True)
+    chances = chances.masked_fill(steps >= room[:, None], -1.0)
+    order = torch.sort(chances.t().flatten(), descending=True, stable=True)
     taken = order.indices[: budget.total][order.values[: budget.total] >= 0]
     counts = torch.bincount(taken % num_slots, minlength=num_slots)
     return torch.where(room < 0, -1, counts)
