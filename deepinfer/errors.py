@@ -42,6 +42,11 @@ class RequestError(DeepInferError):
         self.param = param
 
 
+def invalid_value(param: str, problem: str) -> RequestError:
+    """Return the error of a wrong value in the field `param`; `problem` goes on behind the field's name."""
+    return RequestError(f"{param} {problem}", code="invalid_value", param=param)
+
+
 class RankError(DeepInferError):
     """A rank failed or stopped answering; its group has to be restarted."""
 

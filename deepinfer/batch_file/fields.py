@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, invalid_value
 from deepinfer.protocol import SamplingParams
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
@@ -107,10 +107,10 @@ def check_fields(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
             continue
         expected, is_good = _CHECKS[fields[name]]
         if not is_good(value):
-            raise invalid(name, f"must be {expected}, not {shown(value)}")
+            raise invalid_value(name, f"must be {expected}, not {shown(value)}")
         present[name] = value
     if present.get("stream"):
-        raise invalid("stream", "must be false or left out: a batch file has no streams")
+        raise invalid_value("stream", "must be false or left out: a batch file has no streams")
     return present
 
 
@@ -138,11 +138,6 @@ def body_field(name: str, present: Collection[str], endpoint: Endpoint) -> str:
     return name
 
 
-def invalid(name: str, problem: str) -> RequestError:
-    """Return the error of a field with a bad value."""
-    return RequestError(f"{name} {problem}", code="invalid_value", param=name)
-
-
 def shown(value: object) -> str:
     """Return `value` for a message, cut to a length that fits a line."""
     text = repr(value)
@@ -161,7 +156,7 @@ def _unknown(name: str, endpoint: Endpoint) -> RequestError:
 def _max_tokens(present: Mapping[str, Any], endpoint: Endpoint) -> int:
     old, new = present.get("max_tokens"), present.get("max_completion_tokens")
     if old is not None and new is not None and old != new:
-        raise invalid("max_tokens", f"is {old} but max_completion_tokens is {new}; give one of them")
+        raise invalid_value("max_tokens", f"is {old} but max_completion_tokens is {new}; give one of them")
     given: int | None = new if new is not None else old
     if given is not None:
         return given
@@ -177,7 +172,7 @@ def _num_logprobs(present: Mapping[str, Any]) -> int | None:
     if present.get("logprobs"):
         return int(present.get("top_logprobs", 0))
     if "top_logprobs" in present:
-        raise invalid("top_logprobs", "needs logprobs: true")
+        raise invalid_value("top_logprobs", "needs logprobs: true")
     return None
 
 
@@ -185,8 +180,8 @@ def _logit_bias(bias: Mapping[str, Any]) -> dict[int, float]:
     checked = {}
     for token, value in bias.items():
         if not token.isascii() or not token.isdigit() or len(token) > 10:
-            raise invalid("logit_bias", f"must have token ids as keys, not {shown(token)}")
+            raise invalid_value("logit_bias", f"must have token ids as keys, not {shown(token)}")
         if not isinstance(value, float) and not _is_integer(value):
-            raise invalid("logit_bias", f"must have numbers as values, not {shown(value)} for token {token}")
-        checked[int(token)] = float(value)
+            raise invalid_value("logit_bias", f"must have numbers as values, not {shown(value)} for token {token}")
+        checked[int(token)] = value
     return checked

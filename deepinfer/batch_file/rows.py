@@ -14,12 +14,11 @@ from deepinfer.batch_file.fields import (
     FIELDS,
     Endpoint,
     check_fields,
-    invalid,
     sampling_params,
     shown,
 )
 from deepinfer.batch_file.lines import MAX_LINE_BYTES, InputLine
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, invalid_value
 from deepinfer.outputs import ChatOptions, Row
 
 _KEYS = ("custom_id", "method", "url", "body")
@@ -61,20 +60,20 @@ def build_row(fields: Mapping[str, Any], tag: int) -> BatchRow:
     """Return the request of a decoded line, tagged with its number. Raises RequestError naming the bad field."""
     custom_id = custom_id_of(fields)
     if custom_id is None:
-        raise invalid("custom_id", f"must be a string that is not empty, not {shown(fields.get('custom_id'))}")
+        raise invalid_value("custom_id", f"must be a string that is not empty, not {shown(fields.get('custom_id'))}")
     for name in fields:
         if name not in _KEYS:
             raise RequestError(
                 f"{shown(name)} is no field of a row; a row has {', '.join(_KEYS)}", code="unknown_field", param=name
             )
     if fields.get("method") != "POST":
-        raise invalid("method", f"must be 'POST', not {shown(fields.get('method'))}")
+        raise invalid_value("method", f"must be 'POST', not {shown(fields.get('method'))}")
     endpoint = fields.get("url")
     if not isinstance(endpoint, str) or endpoint not in FIELDS:
-        raise invalid("url", f"must be {CHAT} or {COMPLETIONS}, not {shown(endpoint)}")
+        raise invalid_value("url", f"must be {CHAT} or {COMPLETIONS}, not {shown(endpoint)}")
     body = fields.get("body")
     if not isinstance(body, dict):
-        raise invalid("body", f"must be an object, not {shown(body)}")
+        raise invalid_value("body", f"must be an object, not {shown(body)}")
     present = check_fields(body, endpoint)
     params = sampling_params(present, endpoint)
     if endpoint == CHAT:
@@ -88,7 +87,7 @@ def build_row(fields: Mapping[str, Any], tag: int) -> BatchRow:
 def _messages(present: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = present.get("messages")
     if messages is None:
-        raise invalid("messages", "is missing; give a list of messages")
+        raise invalid_value("messages", "is missing; give a list of messages")
     return cast("list[dict[str, Any]]", messages)
 
 
@@ -107,14 +106,14 @@ def _prompt(present: Mapping[str, Any]) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
-        raise invalid("prompt", f"must be text or a list of token ids, not {shown(prompt)}")
+        raise invalid_value("prompt", f"must be text or a list of token ids, not {shown(prompt)}")
     if not prompt:
-        raise invalid("prompt", 'must hold at least one token id; "" is the prompt that is BOS alone')
+        raise invalid_value("prompt", 'must hold at least one token id; "" is the prompt that is BOS alone')
     if all(isinstance(item, str | list) for item in prompt):
-        raise invalid("prompt", f"must be one prompt, not a list of {len(prompt)}; write one row for each")
+        raise invalid_value("prompt", f"must be one prompt, not a list of {len(prompt)}; write one row for each")
     for place, item in enumerate(prompt):
         if not isinstance(item, int) or isinstance(item, bool):
-            raise invalid("prompt", f"must be text or a list of token ids; item {place} is {shown(item)}")
+            raise invalid_value("prompt", f"must be text or a list of token ids; item {place} is {shown(item)}")
         if not 0 <= item < 2**31:
-            raise invalid("prompt", f"must hold token ids; item {place} is {item}")
+            raise invalid_value("prompt", f"must hold token ids; item {place} is {item}")
     return prompt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepinfer.errors import RequestError
+from deepinfer.errors import invalid_value
 from deepinfer.outputs import Row
 from deepinfer.protocol import GrammarSpec, SamplingParams
 from deepinfer.schema_check import grammar_of_response_format, grammar_of_so_args, grammar_of_tools
@@ -21,9 +21,9 @@ def answer_grammar(row: Row, chat: EncodedChat | None) -> GrammarSpec | None:
         return None
     field = next(iter(given))
     if len(given) > 1:
-        raise _refuse(field, f"can't be combined with {list(given)[1]}; leave one of them out")
+        raise invalid_value(field, f"can't be combined with {list(given)[1]}; leave one of them out")
     if field != "tool_choice" and chat is not None and chat.output_format.parse_tools:
-        raise _refuse(field, "leaves no way to call a tool; leave tools out or set tool_choice to 'none'")
+        raise invalid_value(field, "leaves no way to call a tool; leave tools out or set tool_choice to 'none'")
     _check_params(row.params, field)
     return given[field]
 
@@ -36,8 +36,4 @@ def _check_params(params: SamplingParams, field: str) -> None:
         ("allowed_token_ids", params.allowed_token_ids is not None),
     ):
         if is_set:
-            raise _refuse(name, f"can't be combined with {field}; leave one of them out")
-
-
-def _refuse(field: str, problem: str) -> RequestError:
-    return RequestError(f"{field} {problem}", code="invalid_value", param=field)
+            raise invalid_value(name, f"can't be combined with {field}; leave one of them out")

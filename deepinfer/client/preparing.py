@@ -9,7 +9,7 @@ import msgspec
 
 from deepinfer.client.answer_grammar import answer_grammar
 from deepinfer.codec import pack
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, invalid_value
 from deepinfer.outputs import Row
 from deepinfer.protocol import OutputFormat, Request, SamplingParams
 from deepinfer.scheduler.sampling_params import check_sampling
@@ -76,10 +76,10 @@ class RequestMaker:
         if isinstance(prompt, str):
             return [self.tokenizer.bos_token_id, *self.tokenizer.encode_text(prompt)]
         if not isinstance(prompt, list | tuple) or not prompt:
-            raise _invalid("prompt", f"must be a text or a list of at least one token id, not {_shown(prompt)}")
+            raise invalid_value("prompt", f"must be a text or a list of at least one token id, not {_shown(prompt)}")
         for place, token_id in enumerate(prompt):
             if not _is_token(token_id, self._vocab_size):
-                raise _invalid(
+                raise invalid_value(
                     f"prompt[{place}]", f"must be a token id from 0 to {self._vocab_size - 1}, not {_shown(token_id)}"
                 )
         return list(prompt)
@@ -104,22 +104,18 @@ class RequestMaker:
                 return 0
             return 1 + (self._vocab_size if number == -1 else number)
 
-        output_bytes = entries(params.logprobs) * params.max_tokens * params.n
-        nbytes = _LOGPROB_BYTES * (output_bytes + entries(params.prompt_logprobs) * num_prompt_tokens)
-        if nbytes > self._max_logprob_bytes:
-            raise _invalid(
+        num_output = entries(params.logprobs) * params.max_tokens * params.n
+        num_bytes = _LOGPROB_BYTES * (num_output + entries(params.prompt_logprobs) * num_prompt_tokens)
+        if num_bytes > self._max_logprob_bytes:
+            raise invalid_value(
                 "logprobs",
-                f"may take {nbytes} bytes for this request, {self._max_logprob_bytes} are allowed "
+                f"may take {num_bytes} bytes for this request, {self._max_logprob_bytes} are allowed "
                 "(scheduler.max_logprob_bytes); ask for fewer alternatives, samples or tokens",
             )
 
 
 def _is_token(token_id: Any, vocab_size: int) -> bool:
     return isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size
-
-
-def _invalid(param: str, text: str) -> RequestError:
-    return RequestError(f"{param} {text}", code="invalid_value", param=param)
 
 
 def _shown(value: object) -> str:

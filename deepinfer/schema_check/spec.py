@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from deepinfer.errors import RequestError
+from deepinfer.errors import invalid_value
 from deepinfer.protocol import GrammarSpec
 from deepinfer.schema_check.regex import normalize_regex
 from deepinfer.schema_check.schema import normalize_schema
@@ -30,23 +30,23 @@ def grammar_of_so_args(so_args: object) -> GrammarSpec:
     Its `schema` for JSON is an object or its JSON text; none, or an empty one, means any JSON object.
     """
     if not isinstance(so_args, Mapping):
-        raise _invalid("so_args", f"must be an object, not {type(so_args).__name__}")
+        raise invalid_value("so_args", f"must be an object, not {type(so_args).__name__}")
     for name in so_args:
         if name not in ("schema_type", "schema"):
-            raise _invalid(f"so_args.{name}", "is not known; use schema_type and schema")
+            raise invalid_value(f"so_args.{name}", "is not known; use schema_type and schema")
     kind = _TYPES.get(str(so_args.get("schema_type")))
     if kind is None:
-        raise _invalid("so_args.schema_type", f"is {so_args.get('schema_type')!r}; use {', '.join(_TYPES)}")
+        raise invalid_value("so_args.schema_type", f"is {so_args.get('schema_type')!r}; use {', '.join(_TYPES)}")
     schema = so_args.get("schema")
     if kind == "json":
         return _json_spec(_decode(schema), "so_args.schema")
     if not isinstance(schema, str) or not schema:
-        raise _invalid("so_args.schema", f"must be the text of the {kind}")
+        raise invalid_value("so_args.schema", f"must be the text of the {kind}")
     _check_unicode(schema, "so_args.schema")
     if kind == "regex":
         return GrammarSpec(kind="regex", text=normalize_regex(schema, param="so_args.schema"))
     if len(schema) > MAX_GRAMMAR_CHARACTERS:
-        raise _invalid("so_args.schema", f"has {len(schema)} characters, {MAX_GRAMMAR_CHARACTERS} are allowed")
+        raise invalid_value("so_args.schema", f"has {len(schema)} characters, {MAX_GRAMMAR_CHARACTERS} are allowed")
     return GrammarSpec(kind="ebnf", text=schema)
 
 
@@ -55,18 +55,18 @@ def grammar_of_response_format(response_format: object) -> GrammarSpec | None:
     if response_format is None:
         return None
     if not isinstance(response_format, Mapping):
-        raise _invalid("response_format", f"must be an object with a type, not {type(response_format).__name__}")
+        raise invalid_value("response_format", f"must be an object with a type, not {type(response_format).__name__}")
     kind = response_format.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return _json_spec(_ANY_OBJECT, "response_format")
     if kind != "json_schema":
-        raise _invalid("response_format.type", f"is {kind!r}; use 'text', 'json_object' or 'json_schema'")
+        raise invalid_value("response_format.type", f"is {kind!r}; use 'text', 'json_object' or 'json_schema'")
     wrapper = response_format.get("json_schema")
     schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else None
     if not isinstance(schema, Mapping):
-        raise _invalid("response_format.json_schema.schema", "must be a JSON Schema object")
+        raise invalid_value("response_format.json_schema.schema", "must be a JSON Schema object")
     return _json_spec(schema, "response_format")
 
 
@@ -80,9 +80,9 @@ def _decode(schema: object) -> object:
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise _invalid("so_args.schema", f"is no JSON ({error})") from error
+            raise invalid_value("so_args.schema", f"is no JSON ({error})") from error
         if not isinstance(schema, dict):
-            raise _invalid("so_args.schema", f"must be a JSON Schema object, not {type(schema).__name__}")
+            raise invalid_value("so_args.schema", f"must be a JSON Schema object, not {type(schema).__name__}")
     return _ANY_OBJECT if schema in (None, {}, "") or (isinstance(schema, str)) else schema
 
 
@@ -90,8 +90,4 @@ def _check_unicode(text: str, param: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _invalid(param, f"holds a lone surrogate at character {error.start}; remove it") from error
-
-
-def _invalid(param: str, problem: str) -> RequestError:
-    return RequestError(f"{param} {problem}", code="invalid_value", param=param)
+        raise invalid_value(param, f"holds a lone surrogate at character {error.start}; remove it") from error
