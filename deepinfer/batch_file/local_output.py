@@ -85,16 +85,22 @@ class LocalOutput:
             self._is_dirty = True
 
     def close(self, _complete: bool, /) -> None:
-        """Sync, merge the redone rows, release the lock."""
+        """Sync, merge the redone rows, release the lock. Raises ClusterError when the disk did not take everything."""
         self._closing.set()
         self._syncer.join()
         with self._lock:
-            self._sync()
-            os.close(self._file)
-            if self._retry_file is not None:
-                os.close(self._retry_file)
-            self._merge_retries()
-            self._state.close()
+            try:
+                if self._sync_error is not None:
+                    raise self._sync_error
+                self._sync()
+                self._merge_retries()
+            except OSError as error:
+                raise write_failed(str(self.path), error) from error
+            finally:
+                os.close(self._file)
+                if self._retry_file is not None:
+                    os.close(self._retry_file)
+                self._state.close()
 
     def _start(self, header: StateHeader | None, resume: bool, fresh: StateHeader) -> StateHeader:
         if resume and header is None and _has_rows(self.path):

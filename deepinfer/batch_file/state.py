@@ -88,8 +88,7 @@ class StateFile:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Sync, release the lock and close."""
-        os.fsync(self._file)
+        """Release the lock and close."""
         os.close(self._file)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -14,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from deepinfer.batch_file.local_output import LocalOutput
+from deepinfer.batch_file.state import StateFile
+from deepinfer.errors import ClusterError
 from tests.doors.batch_files import read_rows, row, run, write_rows
 from tests.doors.echo_engine import EchoEngine
 
@@ -86,6 +90,22 @@ def test_death_at_every_single_call(tmp_path: Path, retry_failed: bool) -> None:
         assert not target.with_name("out.retry").exists()
         num_calls += 1
     assert num_calls > 10
+
+
+def test_a_disk_that_failed_once_fails_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reports a failed write-back once; a sync that succeeds after it brings nothing back."""
+
+    def fail(_file: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    output = LocalOutput(tmp_path / "out", model_digest="d", settings={}, resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        output.write(1, bytes(16), b"{}\n")
+        output._syncer.join(timeout=30)
+    with pytest.raises(ClusterError, match="Input/output error"):
+        output.close(True)
+    StateFile(tmp_path / "out.state", output=tmp_path / "out").close()  # the lock is free
 
 
 _JOB = """
