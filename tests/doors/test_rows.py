@@ -13,6 +13,7 @@ from deepinfer.batch_file.rows import BatchRow, build_row, decode_line
 from deepinfer.errors import RequestError
 from deepinfer.outputs import ChatOptions
 from deepinfer.protocol import SamplingParams
+from deepinfer.scheduler.sampling_params import check_sampling
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -117,6 +118,12 @@ def test_a_bad_field_is_named(body: dict[str, Any], url: str, param: str, words:
     assert error.param == param
     assert words in str(error)
     assert param in str(error)
+
+
+def test_a_number_beyond_every_float_stays_the_error_of_its_row() -> None:
+    params = _build({"prompt": "x", "logit_bias": {"5": 10**400}}).row.params
+    with pytest.raises(RequestError, match="use a number from -100 to 100"):
+        check_sampling(params, vocab_size=16, max_logprobs=None)
 
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
