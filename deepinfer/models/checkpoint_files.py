@@ -194,16 +194,23 @@ def _scan_shards(
 def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     try:
         index = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise CheckpointError(f"can't be read as JSON: {error}") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError("has no `weight_map` with tensors")
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or "/" in file_name or file_name in ("", ".", ".."):
+        if (
+            not isinstance(file_name, str)
+            or not file_name.isprintable()
+            or "/" in file_name
+            or file_name in ("", ".", "..")
+        ):
             raise CheckpointError(f"puts tensor {name} into {file_name!r}, which is not a file name")
     metadata = index.get("metadata")
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if total_size is not None and not isinstance(total_size, int | float):
+        raise CheckpointError(f"has total_size {total_size!r}, a number of bytes is needed")
     return weight_map, int(total_size) if total_size is not None else None
 
 
@@ -239,7 +246,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         raise CheckpointError(f"is cut short inside its header: {len(text)} of {length} bytes are there")
     try:
         header = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         raise CheckpointError("is not a safetensors file: the header is no JSON") from None
     if not isinstance(header, dict):
         raise CheckpointError("is not a safetensors file: the header is no JSON object")
@@ -252,7 +259,7 @@ def _parse_entry(path: Path, name: str, fields: Any, data_begin: int, file_bytes
         begin, end = (int(offset) for offset in fields["data_offsets"])
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"has a broken header entry in {path.name}: {fields!r}") from None
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"has dtype {dtype}, which no tensor of this model has")
     num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
     if begin < 0 or end - begin != num_bytes or min(shape, default=0) < 0:

@@ -21,6 +21,9 @@ def faults(directory: Path) -> list[str]:
     return [str(deviation) for deviation in scan_checkpoint(directory)[1]]
 
 
+DEEP_HEADER = (100_000).to_bytes(8, "little") + b"[" * 100_000
+
+
 def test_every_tensor_is_read_bit_for_bit() -> None:
     files, expected = open_checkpoint(W16), load_file(W16 / "model.safetensors")
     assert files.entries.keys() == expected.keys()
@@ -90,7 +93,9 @@ def test_file_cut_inside_its_data_names_the_lost_tensors(tmp_path: Path) -> None
     assert f"{last}: ends at byte" in faults(tmp_path)[0]
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"{[", b"\x02" + b"\0" * 7 + b"[]"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"{[", b"\x02" + b"\0" * 7 + b"[]", DEEP_HEADER]
+)
 def test_no_safetensors_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     assert "is not a safetensors file" in faults(tmp_path)[0]
@@ -100,6 +105,7 @@ def test_no_safetensors_file(tmp_path: Path, content: bytes) -> None:
     ("change", "words"),
     [
         ({"dtype": "F64"}, "dtype F64"),
+        ({"dtype": []}, "dtype []"),
         ({"shape": [513, 128]}, "needs 131328 bytes"),
         ({"data_offsets": [0]}, "broken header entry"),
         ({"data_offsets": [0, 131072]}, "shares bytes"),
@@ -130,7 +136,18 @@ def test_index_that_disagrees_with_the_files(tmp_path: Path) -> None:
     assert "norm.weight: is in model-00002-of-00002.safetensors, but the index does not list it" in faults(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../b.safetensors"}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": "../b.safetensors"}}',
+        '{"weight_map": {"a": "b\\u0000"}}',
+        '{"metadata": {"total_size": "big"}, "weight_map": {"a": "b"}}',
+    ],
+)
 def test_broken_index(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     assert len(faults(tmp_path)) == 1

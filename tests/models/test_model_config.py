@@ -115,7 +115,10 @@ def test_a_missing_field_is_named() -> None:
         parse_config(raw)
 
 
-@pytest.mark.parametrize(("content", "words"), [(None, "does not exist"), ("{", "JSON"), ("[]", "list"), ("{}", "dim")])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "does not exist"), ("{", "JSON"), ("[]", "list"), ("{}", "dim"), ("[" * 100_000, "JSON")],
+)
 def test_unreadable_file(tmp_path: Path, content: str | None, words: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)

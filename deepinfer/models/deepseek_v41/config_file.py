@@ -73,7 +73,7 @@ def read_config(directory: Path) -> ModelConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; a checkpoint directory needs it") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a JSON {type(raw).__name__}, an object was expected")
