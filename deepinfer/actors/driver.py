@@ -417,7 +417,7 @@ class _RoleOwner(GroupOwner):
 def create_driver(config: ClusterConfig, *, name: str, detached: bool = False) -> ActorHandle[Any]:
     """Create the driver actor of the engine `name`; a detached one outlives the process that made it.
 
-    It runs on this process's node, which with `up` is the head: nodes that only have ranks may come and go.
+    This process's node is asked for, which with `up` is the head; Ray may still choose another one.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     remote: Any = ray.remote(Driver)
