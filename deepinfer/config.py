@@ -7,11 +7,12 @@ Unknown keys and variables are refused with the nearest good name; what is not b
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import yaml
@@ -271,7 +272,7 @@ def load_config(
         path, value = _parse_setting(setting)
         _assign(tree, path, value)
         sources[path] = "--set"
-    config = _convert(tree)
+    config = _convert(tree, sources)
     _check(config, sources)
     return LoadedConfig(config, sources)
 
@@ -376,8 +377,9 @@ def _assign(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[field] = value
 
 
-def _convert(tree: dict[str, Any]) -> ClusterConfig:
+def _convert(tree: dict[str, Any], sources: Mapping[str, str]) -> ClusterConfig:
     _refuse_unknown(tree, ClusterConfig, "")
+    _refuse_unknown_words(tree, ClusterConfig, "", sources)
     _spell_off(tree, ClusterConfig)
     try:
         return msgspec.convert(tree, ClusterConfig)
@@ -400,6 +402,25 @@ def _refuse_unknown(tree: dict[str, Any], struct: type[msgspec.Struct], prefix: 
             _refuse_unknown(value, kind, f"{path}.")
 
 
+def _refuse_unknown_words(
+    tree: dict[str, Any], struct: type[msgspec.Struct], prefix: str, sources: Mapping[str, str]
+) -> None:
+    """Refuse a text that is none of an option's words, with the words that are."""
+    for field in msgspec.structs.fields(struct):
+        value, path = tree.get(field.name), f"{prefix}{field.name}"
+        if isinstance(value, dict) and isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            _refuse_unknown_words(value, field.type, f"{path}.", sources)
+        elif isinstance(value, str) and get_origin(field.type) is Literal and value not in get_args(field.type):
+            words = ", ".join(get_args(field.type))
+            raise ConfigError(f"{value!r} is not known; use {words}", path=_named(path, sources))
+
+
+def _named(path: str, sources: Mapping[str, str]) -> str:
+    """Return the name under which the user has set `path`: its variable, or the path itself."""
+    source = sources.get(path, path)
+    return path if source in ("file", "--set") else source
+
+
 def _spell_off(tree: dict[str, Any], struct: type[msgspec.Struct]) -> None:
     """Where an option has the value "off", mean it: YAML reads the bare word as false."""
     for field in msgspec.structs.fields(struct):
@@ -414,15 +435,16 @@ def _check(config: ClusterConfig, sources: Mapping[str, str]) -> None:
     fields = config_fields(config)
     for path, neutral in _NOT_AVAILABLE.items():
         if fields[path] != neutral:
-            where = sources.get(path, path)
-            name = path if where in ("file", "--set") else where
-            raise ConfigError(f"{fields[path]!r} is not available yet; leave it out or set {neutral!r}", path=name)
+            message = f"{fields[path]!r} is not available yet; leave it out or set {neutral!r}"
+            raise ConfigError(message, path=_named(path, sources))
     for path in _POSITIVE:
-        if fields[path] is not None and fields[path] <= 0:
-            raise ConfigError(f"must be above 0, not {fields[path]}", path=path)
+        value = fields[path]
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"must be above 0 and finite, not {value}", path=_named(path, sources))
     _check_speculative(config, sources)
     if config.accelerator == "ascend":
-        raise ConfigError("'ascend' is not available yet; use 'nvidia' or 'cpu'", path="accelerator")
+        message = "'ascend' is not available yet; use 'nvidia' or 'cpu'"
+        raise ConfigError(message, path=_named("accelerator", sources))
     if config.cache.block_size % 2:
         raise ConfigError(f"must be even, not {config.cache.block_size}", path="cache.block_size")
     if not 0 < config.cache.memory_fraction <= 1:
@@ -432,9 +454,7 @@ def _check(config: ClusterConfig, sources: Mapping[str, str]) -> None:
 def _check_speculative(config: ClusterConfig, sources: Mapping[str, str]) -> None:
     path, drafts = "speculative.max_draft_tokens", config.speculative.max_draft_tokens
     if not 0 <= drafts <= MAX_DRAFT_TOKENS:
-        source = sources.get(path, path)
-        name = path if source in ("file", "--set") else source
-        raise ConfigError(f"must lie in 0 .. {MAX_DRAFT_TOKENS}, not {drafts}", path=name)
+        raise ConfigError(f"must lie in 0 .. {MAX_DRAFT_TOKENS}, not {drafts}", path=_named(path, sources))
     if config.speculative.verifier == "rejection" and config.determinism.batch_invariant:
         raise ConfigError(
             "'rejection' makes the output depend on how many drafts were verified; with determinism.batch_invariant "

@@ -126,7 +126,7 @@ USAGE_ERRORS = [
     (["run", "-o", "out"], "Missing option"),
     (["run", "-i", "in", "-o", "in"], "--output: is the input file"),
     (["run", "-i", "in", "-o", "out", "--set", "decode.rank=1"], "decode.rank: unknown key; did you mean ranks?"),
-    (["run", "-i", "in", "-o", "out", "--set", "decode.ranks=0"], "decode.ranks: must be above 0, not 0"),
+    (["run", "-i", "in", "-o", "out", "--set", "decode.ranks=0"], "decode.ranks: must be above 0 and finite, not 0"),
     (["run", "-i", "in", "-o", "out", "--set", "nonsense"], "must look like section.field=value"),
     (["run", "-i", "in", "-o", "out", "--max-in-flight", "0"], "--max-in-flight"),
     (["run", "-i", "in", "-o", "out", "--cluster", "no.yaml"], "can't read the config file no.yaml"),

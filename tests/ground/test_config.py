@@ -54,7 +54,10 @@ def test_order_of_strength(tmp_path: Path) -> None:
         ("decode: {rank: 4}", "decode.rank: unknown key; did you mean ranks?"),
         ("decode: {ranks: four}", "decode.ranks: Expected `int | null`, got `str`"),
         ("decode: 4", "decode: must be a section with fields, not 4"),
-        ("decode: {ranks: 0}", "decode.ranks: must be above 0, not 0"),
+        ("decode: {ranks: 0}", "decode.ranks: must be above 0 and finite, not 0"),
+        ("scheduler: {publish_seconds: .nan}", "scheduler.publish_seconds: must be above 0 and finite, not nan"),
+        ("scheduler: {step_timeout_seconds: .inf}", "scheduler.step_timeout_seconds: must be above 0 and finite"),
+        ("ray: {provider: slurm}", "ray.provider: 'slurm' is not known; use local, ssh, kuberay, existing"),
         ("cache: {block_size: 3}", "cache.block_size: must be even, not 3"),
         ("cache: {memory_fraction: 1.5}", "cache.memory_fraction: must lie in (0, 1], not 1.5"),
         ("experts: {rebalance: true}", "experts.rebalance: True is not available yet; leave it out or set False"),
@@ -76,12 +79,20 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
     [
         ("DEEPINFER_CACHEDIR", "/tmp", "did you mean DEEPINFER_CACHE_DIR?"),
         ("DEEPINFER_BATCH_INVARIANT", "yes", "'yes' is neither 0 nor 1"),
-        ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "short", "model.prefill_truncation: Invalid enum value 'short'"),
-        ("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "0", "model.prefill_keep_tokens: must be above 0, not 0"),
+        (
+            "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE",
+            "short",
+            "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE: 'short' is not known; use off, compact",
+        ),
+        (
+            "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS",
+            "0",
+            "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS: must be above 0 and finite, not 0",
+        ),
         ("DEEPINFER_USE_NEXTN_DECODE", "6", "DEEPINFER_USE_NEXTN_DECODE: must lie in 0 .. 5, not 6"),
         ("DEEPINFER_USE_NEXTN_DECODE", "-1", "DEEPINFER_USE_NEXTN_DECODE: must lie in 0 .. 5, not -1"),
         ("DEEPINFER_USE_NEXTN_DECODE", "x", "'x' is no integer"),
-        ("DEEPINFER_ACCELERATOR", "tpu", "accelerator: Invalid enum value 'tpu'"),
+        ("DEEPINFER_ACCELERATOR", "tpu", "DEEPINFER_ACCELERATOR: 'tpu' is not known; use auto, cpu, nvidia"),
     ],
 )
 def test_environment_errors(name: str, value: str, expected: str) -> None:
