@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
+Role = Literal["prefill", "decode"]
+
 
 class FinishCode(enum.IntEnum):
     """Why a sequence ended, as one byte in packed columns. `NONE` means that it goes on."""
@@ -283,7 +285,7 @@ class RankReady(_Struct, frozen=True, kw_only=True, tag="rank_ready"):
     """A rank has loaded its weights and can take work. Digests must be equal over the ranks that exchange KV."""
 
     rank: int
-    role: Literal["prefill", "decode"]
+    role: Role
     node: str
     device: str
     pid: int

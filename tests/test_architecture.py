@@ -50,7 +50,6 @@ LATE_IMPORTERS = {
     "models/registry.py",
     "actors/rank_actor.py",
     "cli/main.py",
-    "distributed/token_dispatcher.py",
 }
 
 

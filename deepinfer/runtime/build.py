@@ -9,15 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from deepinfer import __version__
 from deepinfer.config import ClusterConfig
-from deepinfer.distributed.local_dispatcher import LocalDispatcher
+from deepinfer.distributed.dispatchers import open_dispatcher
 from deepinfer.distributed.process_groups import ProcessGroups
 from deepinfer.distributed.step_sync import GroupStepSync, LocalStepSync
-from deepinfer.distributed.token_dispatcher import TokenDispatcher
-from deepinfer.distributed.torch_dispatcher import TorchDispatcher
 from deepinfer.errors import ConfigError
 from deepinfer.kernels.registry import KernelSet, select_kernels
 from deepinfer.kv_cache.cache_manager import CacheManager
@@ -28,7 +25,7 @@ from deepinfer.models.deepseek_v41.weights import model_digest
 from deepinfer.models.model_spec import Model, ModelSpec
 from deepinfer.models.registry import load_spec
 from deepinfer.platforms.platform import Platform, Stream, load_platform
-from deepinfer.protocol import RankReady, SamplingParams
+from deepinfer.protocol import RankReady, Role, SamplingParams
 from deepinfer.runtime.build_drafts import (
     MakeDrafter,
     build_planner,
@@ -50,8 +47,6 @@ from deepinfer.speculative.verify_planner import VerifyPlanner
 from deepinfer.structured_outputs.compiler import GrammarCompiler
 from deepinfer.structured_outputs.vocabulary import grammar_vocabulary
 from deepinfer.tokenizer import Tokenizer
-
-Role = Literal["prefill", "decode"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -172,9 +167,7 @@ class _Builder:
         def spell_bad_words(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
             return bad_word_ids(params.bad_words, tokenizer)
 
-        dispatcher: TokenDispatcher = LocalDispatcher(spec.num_experts)
-        if groups is not None:
-            dispatcher = TorchDispatcher(groups.dispatch, spec.num_experts)
+        dispatcher = open_dispatcher(groups, num_experts=spec.num_experts)
         if self.config.determinism.batch_invariant and not dispatcher.batch_invariant:
             raise ConfigError(
                 f"{type(dispatcher).__name__}, which carries rows to experts here, is not batch-invariant; set false",

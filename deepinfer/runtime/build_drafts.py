@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from deepinfer.config import SpeculativeConfig
-from deepinfer.distributed.local_dispatcher import LocalDispatcher
+from deepinfer.distributed.dispatchers import open_dispatcher
 from deepinfer.distributed.process_groups import ProcessGroups
-from deepinfer.distributed.token_dispatcher import TokenDispatcher
-from deepinfer.distributed.torch_dispatcher import TorchDispatcher
 from deepinfer.errors import ConfigError
 from deepinfer.log import get_logger
 from deepinfer.models.model_spec import DraftNetwork, DraftUse, ModelSpec
 from deepinfer.platforms.platform import Stream
+from deepinfer.protocol import Role
 from deepinfer.runtime.measure_costs import Room, measure_costs
 from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.slot_table import SlotTable
@@ -50,7 +49,7 @@ def num_draft_tokens(config: SpeculativeConfig, spec: ModelSpec, *, num_ranks: i
     return wanted
 
 
-def draft_use(role: Literal["prefill", "decode"], num_drafts: int) -> DraftUse:
+def draft_use(role: Role, num_drafts: int) -> DraftUse:
     """Return what a rank of `role` loads: prefill ranks fill the rings that decode ranks draft from."""
     if num_drafts == 0:
         return "off"
@@ -78,14 +77,11 @@ def build_speculation(
     if make_drafter is not None and table.max_drafts > 0:
         drafter = make_drafter(table)
     elif network is not None:
-        dispatcher: TokenDispatcher = LocalDispatcher(network.num_experts)
-        if groups is not None:
-            dispatcher = TorchDispatcher(groups.dispatch, network.num_experts)
         drafter = ChainDrafter(
             network,
             max_drafts=table.max_drafts,
             caches=caches,
-            dispatcher=dispatcher,
+            dispatcher=open_dispatcher(groups, num_experts=network.num_experts),
             state=table.sampling,
             independent=is_rejection,
         )

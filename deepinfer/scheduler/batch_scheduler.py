@@ -32,10 +32,11 @@ from deepinfer.protocol import (
     Request,
     RequestFailure,
     RequestOutput,
+    Role,
 )
 from deepinfer.scheduler.load_balancer import DecodeCapacity, LoadBalancer
 from deepinfer.scheduler.logprob_columns import slice_logprobs
-from deepinfer.scheduler.request_book import RequestBook, Role, SchedulerCounts
+from deepinfer.scheduler.request_book import RequestBook, SchedulerCounts
 from deepinfer.scheduler.request_state import Job, Phase, SampleState, Trip
 from deepinfer.scheduler.sampling_params import resolve_seed
 

@@ -10,15 +10,12 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import msgspec
 
-from deepinfer.protocol import FinishCode, Request, RequestFailure
+from deepinfer.protocol import FinishCode, Request, RequestFailure, Role
 from deepinfer.scheduler.load_balancer import LoadBalancer
 from deepinfer.scheduler.request_state import Job, Phase, RequestState, SampleState, Trip, error_output
-
-Role = Literal["prefill", "decode"]
 
 
 @dataclass(slots=True)

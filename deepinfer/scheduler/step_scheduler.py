@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Literal
 
 from deepinfer.kv_cache.cache_manager import CacheManager
-from deepinfer.protocol import AdmittedRequest, Request
+from deepinfer.protocol import AdmittedRequest, Request, Role
 from deepinfer.scheduler.decode_lane import DecodeLane
 from deepinfer.scheduler.prefill_lane import PrefillLane
 from deepinfer.scheduler.sequence import MakeStopChecker
@@ -35,7 +34,7 @@ class StepScheduler:
     def __init__(
         self,
         *,
-        role: Literal["prefill", "decode"],
+        role: Role,
         cache: CacheManager,
         max_running: int,
         max_tokens_per_step: int,
