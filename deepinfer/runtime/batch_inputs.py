@@ -83,7 +83,7 @@ def build_inputs(
     kernels: KernelSet,
     dispatcher: TokenDispatcher,
 ) -> StepInputs:
-    """Lay out chunks, then decode rows, then padding rows (one sequence in slot 0, up to `num_padded_rows` rows).
+    """Lay out chunks, then decode rows. A step without any is one padding row in slot 0, run with the other ranks.
 
     `num_drafts` [decode slots] int64: drafts that each decode slot runs beside its anchor; -1: it has no rows at all.
     """
@@ -167,9 +167,8 @@ def _sequences(plan: StepPlan, num_drafts: list[int]) -> _Rows:
     slots = [chunk.slot for chunk in plan.chunks] + [slot for slot, _ in running]
     lengths = [chunk.num_tokens for chunk in plan.chunks] + [count for _, count in running]
     starts = [chunk.start_position for chunk in plan.chunks] + [0] * len(running)
-    num_padding = max(plan.num_padded_rows, 1) - sum(lengths)
-    if num_padding > 0:
-        slots, lengths, starts = [*slots, 0], [*lengths, num_padding], [*starts, 0]
+    if not slots:
+        slots, lengths, starts = [0], [1], [0]
     return _Rows(slots, lengths, starts, len(plan.chunks), len(running))
 
 

@@ -27,6 +27,7 @@ from deepinfer.protocol import (
     RankLoad,
     RankReady,
     RequestFailure,
+    Role,
 )
 from deepinfer.runtime.grammar_gate import GrammarGate
 from deepinfer.runtime.idle_meter import IdleMeter
@@ -52,7 +53,7 @@ _GRAMMAR_SECONDS = 0.005  # between two looks at a grammar that is being compile
 class EngineParts:
     """What a rank engine is put together from; see `build.py`."""
 
-    role: Literal["prefill", "decode"]
+    role: Role
     rank: int
     scheduler: StepScheduler
     runner: ModelRunner
@@ -221,7 +222,6 @@ class RankEngine:
         self._in_flight.append(ImportInFlight(self._stream.submit(scatter), entry.handle.nbytes))
 
     def _launch(self, plan: StepPlan) -> None:
-        plan.num_padded_rows = 0 if plan.num_rows else 1  # a rank without rows runs one padding row with the others
         self._masks.admit(plan)
         if self._parts.planner is not None:
             plan.draft_budget = self._parts.planner.budget(plan)

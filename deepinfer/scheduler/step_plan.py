@@ -75,7 +75,6 @@ class StepPlan:
 
     `decode_slots` [n]: slots that run their uncommitted rows (1 + drafts, at most `max_rows_per_slot` each; fewer where
     `draft_budget` says so). A slot that the device knows to be at its limit runs none, and its output is empty.
-    `num_padded_rows`: the row count that all ranks of the group agreed on, or 0 when this rank pads nothing.
     """
 
     step_id: int
@@ -84,17 +83,16 @@ class StepPlan:
     chunks: tuple[PrefillChunk, ...] = ()
     decode_slots: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     max_rows_per_slot: int = 1
-    num_padded_rows: int = 0
     draft_budget: DraftBudget | None = None
 
     @property
     def num_rows(self) -> int:
-        """Upper bound of the rows of this step, padding not counted."""
+        """Upper bound of the rows of this step; without any, a padding row runs."""
         return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decode_slots) * self.max_rows_per_slot
 
     @property
     def is_idle(self) -> bool:
-        """True when the step has only padding rows."""
+        """True when the step has only a padding row."""
         return not self.chunks and len(self.decode_slots) == 0
 
 

@@ -41,22 +41,21 @@ def _build(plan: StepPlan, table: SlotTable) -> StepInputs:
     return build_inputs(plan, table, num_drafts=drafts, caches=None, kernels=None, dispatcher=LocalDispatcher(8))
 
 
-def test_chunks_decode_rows_and_padding_stand_in_this_order() -> None:
+def test_decode_rows_stand_behind_chunks() -> None:
     plan = StepPlan(
         0,
         chunks=(PrefillChunk(1, 3, 3, samples=True),),
         decode_slots=np.array([4, 2], np.int32),
-        num_padded_rows=7,
     )
     step = _build(plan, _table())
     forward = step.forward
-    assert forward.token_ids.tolist() == [14, 15, 16, 42, 23, 0, 0]
-    assert forward.positions.tolist() == [3, 4, 5, 1, 2, 0, 1]
-    assert forward.row_sequence.tolist() == [0, 0, 0, 1, 2, 3, 3]
-    assert forward.sequence_slots.tolist() == [1, 4, 2, 0]
-    assert forward.sequence_starts.tolist() == [0, 3, 4, 5, 7]
-    assert forward.is_padding.tolist() == [False] * 5 + [True] * 2
-    assert forward.block_tables["global"].tolist() == [[7, 8], [5, 0], [3, 0], [0, 0]]
+    assert forward.token_ids.tolist() == [14, 15, 16, 42, 23]
+    assert forward.positions.tolist() == [3, 4, 5, 1, 2]
+    assert forward.row_sequence.tolist() == [0, 0, 0, 1, 2]
+    assert forward.sequence_slots.tolist() == [1, 4, 2]
+    assert forward.sequence_starts.tolist() == [0, 3, 4, 5]
+    assert forward.is_padding.tolist() == [False] * 5
+    assert forward.block_tables["global"].tolist() == [[7, 8], [5, 0], [3, 0]]
     # Logits: the two prompt rows that predict a prompt token, then the sampling row, then decode rows.
     assert forward.logit_rows.tolist() == [0, 1, 2, 3, 4]
     (prompt,) = step.prompts
@@ -88,18 +87,19 @@ def test_a_plan_without_rows_is_one_padding_row() -> None:
     assert (len(step.forward.logit_rows), step.samples.owners, step.prompts) == (0, (), ())
 
 
-def test_padding_rows_are_inert() -> None:
-    """The same plan with and without padding: same logits, same caches outside of the padding block and slot."""
-    outcomes = []
-    for num_padded_rows in (0, 12):
-        table, model = _table(), FakeModel()
-        caches = model.allocate_caches(num_blocks={"global": 9}, num_slots=5, tokens_per_block=4)
-        plan = StepPlan(0, chunks=(PrefillChunk(1, 0, 6, samples=True),), num_padded_rows=num_padded_rows)
+def test_a_padding_row_is_inert() -> None:
+    """It gives no logits and leaves the caches as they were, outside of the padding block and slot."""
+    table, model = _table(), FakeModel()
+    caches = model.allocate_caches(num_blocks={"global": 9}, num_slots=5, tokens_per_block=4)
+    found = []
+    for plan in (StepPlan(0, chunks=(PrefillChunk(1, 0, 6, samples=True),)), StepPlan(1)):
         none = torch.zeros(0, dtype=torch.int64)
         step = build_inputs(plan, table, num_drafts=none, caches=caches, kernels=None, dispatcher=LocalDispatcher(8))
-        outcomes.append((model.forward(step.forward).logits, caches.records[1:], caches.rings[1:]))
-    for plain, padded in zip(*outcomes, strict=True):
-        assert torch.equal(plain, padded)
+        found.append((len(model.forward(step.forward).logits), caches.records[1:].clone(), caches.rings[1:].clone()))
+    (num_logits, *before), (num_padding_logits, *after) = found
+    assert (num_logits, num_padding_logits) == (1 + 5, 0)
+    assert all(torch.equal(plain, padded) for plain, padded in zip(before, after, strict=True))
+    assert any(part.any() for part in before)
 
 
 def test_a_slot_forgets_its_last_sequence() -> None:
