@@ -29,16 +29,16 @@ class EngramRows:
 
 @dataclass(slots=True, frozen=True)
 class EngramLookup:
-    """`ops.EngramLookup`."""
+    """`ops.EngramLookup`; a table in host memory is read by the host, also for rows on a GPU."""
 
     numerics: Numerics
 
     def __call__(self, rows: Tensor, table: Tensor, scale: Tensor) -> Tensor:
-        flat = rows.flatten()
+        flat = rows.flatten().to(table.device)
         # gathered as bytes: indexing has no FP8 kernel everywhere
         codes = table.view(torch.uint8)[flat].view(torch.float8_e4m3fn)
         values = dequantize_fp8(codes, scale[flat])
-        return values.to(self.numerics.dtype).view(rows.shape[0], rows.shape[1] * table.shape[1])
+        return values.to(self.numerics.dtype).view(rows.shape[0], rows.shape[1] * table.shape[1]).to(rows.device)
 
 
 @dataclass(slots=True, frozen=True)
