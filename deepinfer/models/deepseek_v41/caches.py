@@ -20,7 +20,7 @@ from deepinfer.models.deepseek_v41.config import ModelConfig
 
 GLOBAL_GROUP, WINDOW_GROUP, OPEN_PAIR_GROUP, DRAFT_GROUP = "global", "window", "open_pair", "draft"
 OPEN_PAIRS_PER_SLOT = 8
-_MAX_UNDONE_TOKENS = 2 * (1 + 5)  # two steps in flight, each one token and five drafts
+MAX_UNDONE_TOKENS = 2 * (1 + 5)  # two steps in flight, each one token and five drafts
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,7 +81,7 @@ def cache_layout(config: ModelConfig, kernels: KernelSet, *, with_drafts: bool) 
     return CacheLayout(
         num_layers=config.num_layers,
         num_draft_stages=config.num_draft_stages if with_drafts else 0,
-        ring_length=config.sliding_window + _MAX_UNDONE_TOKENS,
+        ring_length=config.sliding_window + MAX_UNDONE_TOKENS,
         ratios={source: config.compress_ratio(source) for source in config.kv_source_layer_ids},
         window_record=kernels.record_formats("window", config.head_dim),
         main_record=kernels.record_formats("main", config.head_dim),

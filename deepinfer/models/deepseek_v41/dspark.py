@@ -13,7 +13,7 @@ from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.attention import Attention
 from deepinfer.models.deepseek_v41.caches import Caches
 from deepinfer.models.deepseek_v41.config import ModelConfig
-from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection
+from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, open_streams
 from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
 from deepinfer.models.deepseek_v41.rope import Rotation, rotation_at, window_frequencies
 from deepinfer.models.deepseek_v41.weight_types import DraftWeights, LayerWeights
@@ -107,13 +107,11 @@ class DraftNetwork:
         return self.kernels.linear(joined, self.confidence_weight, out_dtype=torch.float32).squeeze(-1)
 
     def _embed(self, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Equal streams [B * block, M, D] of the anchor and the noise tokens, and the first `pre`: stream 0 alone."""
+        """The streams [B * block, M, D] of the anchor and the noise tokens, and their `pre`, before the first stage."""
         token_ids = anchor_ids.new_full((len(anchor_ids), self.block_size), self.config.dspark_noise_token_id)
         token_ids[:, 0] = anchor_ids
         rows = self.embedding[token_ids.flatten()].to(self.kernels.numerics.dtype)
-        pre = torch.zeros(len(rows), self.config.hc_mult, device=rows.device)
-        pre[:, 0] = 1.0
-        return rows.unsqueeze(1).repeat(1, self.config.hc_mult, 1), pre
+        return open_streams(rows, self.config.hc_mult)
 
     def _window_rows(self, inputs: DraftInputs) -> Tensor:
         """[B, W + block]: the ring rows of the context, ascending, -1 where there is none; then the block's own rows.

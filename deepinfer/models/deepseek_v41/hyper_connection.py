@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.weight_types import HyperConnectionWeights
+
+
+def open_streams(rows: Tensor, num_streams: int) -> tuple[Tensor, Tensor]:
+    """Return equal streams [T, M, D] of the embedded `rows` [T, D], and the first `pre` [T, M]: stream 0 alone."""
+    pre = torch.zeros(len(rows), num_streams, device=rows.device)
+    pre[:, 0] = 1.0
+    return rows.unsqueeze(1).repeat(1, num_streams, 1), pre
 
 
 class HyperConnection:

@@ -13,7 +13,7 @@ from deepinfer.models.deepseek_v41.dspark import DraftNetwork
 from deepinfer.models.deepseek_v41.dspark_rings import DraftRings
 from deepinfer.models.deepseek_v41.engram import Engram, engram_history
 from deepinfer.models.deepseek_v41.engram_constants import EngramConstants
-from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection
+from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, open_streams
 from deepinfer.models.deepseek_v41.indexer import Published
 from deepinfer.models.deepseek_v41.kv_exchange import export_kv, import_kv
 from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
@@ -144,12 +144,8 @@ class DeepseekV41:
         return ForwardOutput(self.logits(streams[logit_rows], pre[logit_rows]))
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return equal streams [T, M, D] of the embedding, and the first `pre` [T, M]: stream 0 alone."""
-        num_streams = self.config.hc_mult
-        rows = self.embedding[token_ids].to(self.kernels.numerics.dtype)
-        pre = torch.zeros(len(token_ids), num_streams, device=self.device)
-        pre[:, 0] = 1.0
-        return rows.unsqueeze(1).repeat(1, num_streams, 1), pre
+        """Return the streams [T, M, D] and the `pre` [T, M] that enter the first layer."""
+        return open_streams(self.embedding[token_ids].to(self.kernels.numerics.dtype), self.config.hc_mult)
 
     def cut(self, inputs: ForwardInputs, rows: StepRows) -> Cut | None:
         """Return which rows go on behind the first decoder layer; None: all of them."""

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from deepinfer.errors import ConfigError
+from deepinfer.models.deepseek_v41.caches import MAX_UNDONE_TOKENS
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.step_rows import StepRows
 from deepinfer.models.model_spec import ForwardInputs, Prompts
-
-_SPARE_TOKENS = 12  # of the default: two steps in flight, each one token and five drafts
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,4 +83,4 @@ def prompt_keep_tokens(config: ModelConfig, wanted: int | None, *, max_draft_tok
             f"1 + {max_draft_tokens} tokens need {smallest}; raise it or leave it out",
             path="model.prefill_keep_tokens",
         )
-    return wanted if wanted is not None else config.sliding_window + _SPARE_TOKENS
+    return wanted if wanted is not None else config.sliding_window + MAX_UNDONE_TOKENS
