@@ -54,11 +54,6 @@ class CacheManager:
         """Sequences that hold a slot."""
         return len(self._holdings)
 
-    @property
-    def num_free_slots(self) -> int:
-        """Slots that can be taken now."""
-        return self._slots.num_free
-
     def num_free_blocks(self) -> dict[str, int]:
         """Free blocks per paged group."""
         return {name: pool.num_free for name, pool in self._pools.items()}

@@ -77,11 +77,11 @@ class DecodeLane:
         for index in wanted & self._running.keys():
             self._end(self._running[index])
 
-    def fail(self, index: int, kind: str, text: str, *, retryable: bool) -> None:
+    def fail(self, index: int, kind: str, text: str) -> None:
         """End a placed sequence with an error."""
         sequence = self._running.get(index)
         if sequence is not None and (sequence.is_preempted or not sequence.is_ending):
-            self._fail(sequence, kind, text, retryable=retryable)
+            self._fail(sequence, kind, text)
             self._end(sequence)
 
     def index_in(self, slot: int) -> int:
@@ -197,7 +197,7 @@ class DecodeLane:
                 if sequence.num_in_flight:
                     return None  # its results may show that it needs less
                 text = f"the cache of a decode rank can't hold {num_tokens} tokens; raise cache.memory_bytes"
-                self.fail(sequence.index, "cache_too_small", text, retryable=False)
+                self.fail(sequence.index, "cache_too_small", text)
                 return None
             self._preempt(victim)
             if victim is sequence:
@@ -228,12 +228,10 @@ class DecodeLane:
         if sequence.num_in_flight == 0:
             self._release(sequence)
 
-    def _fail(self, sequence: DecodeSequence, kind: str, text: str, *, retryable: bool = False) -> None:
+    def _fail(self, sequence: DecodeSequence, kind: str, text: str) -> None:
         sequence.is_preempted = False
         self._failures.append(
-            RequestFailure(
-                request_id=sequence.request.request_id, index=sequence.index, kind=kind, text=text, retryable=retryable
-            )
+            RequestFailure(request_id=sequence.request.request_id, index=sequence.index, kind=kind, text=text)
         )
 
     def _release(self, sequence: DecodeSequence) -> None:

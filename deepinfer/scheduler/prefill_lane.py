@@ -57,11 +57,11 @@ class PrefillLane:
         for index in wanted & self._running.keys():
             self._drop(self._running[index])
 
-    def fail(self, index: int, kind: str, text: str, *, retryable: bool) -> None:
+    def fail(self, index: int, kind: str, text: str) -> None:
         """End a started request with an error."""
         task = self._running.get(index)
         if task is not None and not task.dropped:
-            self._failures.append(_failure(task.request, kind, text, retryable=retryable))
+            self._failures.append(_failure(task.request, kind, text))
             task.is_exporting = False
             self._drop(task)
 
@@ -122,7 +122,7 @@ class PrefillLane:
             if task.dropped:
                 self._drop(task)
             elif result is not None and result.failure is not None:
-                self.fail(task.request.index, "numerical_error", result.failure, retryable=False)
+                self.fail(task.request.index, "numerical_error", result.failure)
             elif result is not None:
                 prefilled.append(self._finish(task, result))
         failures, self._failures = tuple(self._failures), []
@@ -190,5 +190,5 @@ def _prompt_logprobs(task: PrefillTask) -> LogprobColumns | None:
     return prompt_columns(task.prompt_logprobs, task.request.num_prompt_tokens)
 
 
-def _failure(request: Request, kind: str, text: str, *, retryable: bool = False) -> RequestFailure:
-    return RequestFailure(request_id=request.request_id, index=request.index, kind=kind, text=text, retryable=retryable)
+def _failure(request: Request, kind: str, text: str) -> RequestFailure:
+    return RequestFailure(request_id=request.request_id, index=request.index, kind=kind, text=text)

@@ -80,16 +80,9 @@ class StepScheduler:
         """Drop work without a result: by request index on a prefill rank, by sequence index on a decode rank."""
         self._lane.abort(sequence_indexes)
 
-    def fail(self, index: int, kind: str, text: str, *, retryable: bool = False) -> None:
-        """End a started request (prefill) or placed sequence (decode) with an error, in the next results.
-
-        For KV that could not be gathered (then `exported` is not called) or scattered.
-        """
-        self._lane.fail(index, kind, text, retryable=retryable)
-
     def fail_slot(self, slot: int, kind: str, text: str) -> None:
-        """End what has `slot` with an error, in the next results."""
-        self._lane.fail(self._lane.index_in(slot), kind, text, retryable=False)
+        """End the started request (prefill) or placed sequence (decode) in `slot`; the next results have the error."""
+        self._lane.fail(self._lane.index_in(slot), kind, text)
 
     def has_work(self) -> bool:
         """True while anything waits, runs, is being exported, or is to be reported; an idle step in flight is no work.

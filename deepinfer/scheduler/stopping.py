@@ -70,11 +70,6 @@ class StopChecker:
                 self._reader.push(token_id)
         self._finished = False
 
-    @property
-    def num_remaining_tokens(self) -> int:
-        """How many more tokens the length limits allow."""
-        return self._max_output - self._num_output
-
     def check(self, token_ids: Sequence[int] | Int32Array) -> StopDecision:
         """Take the next committed tokens, in order; an ending inside the run cuts it. Not to be called afterwards."""
         assert not self._finished, "the sequence has ended"

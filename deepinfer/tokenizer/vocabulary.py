@@ -55,13 +55,12 @@ class Tokenizer:
         if sorted(tokens) != list(range(len(tokens))):
             raise CheckpointError(f"{TOKENIZER_FILE}: the token ids are not 0 to {len(tokens) - 1} without gaps")
         self._added: dict[str, int] = added
-        self._tokens: list[str] = [tokens[index] for index in range(len(tokens))]
-        self.vocab_size = len(self._tokens)
+        self.vocab_size = len(tokens)
         self.added_token_ids = frozenset(added.values())
         self.special_token_ids = frozenset(int(e["id"]) for e in definition["added_tokens"] if e["special"])
         self._bytes = [
-            token.encode() if index in self.added_token_ids else _token_bytes(token)
-            for index, token in enumerate(self._tokens)
+            tokens[index].encode() if index in self.added_token_ids else _token_bytes(tokens[index])
+            for index in range(len(tokens))
         ]
         base_only = msgspec.json.encode({**definition, "added_tokens": []}).decode()
         self._encoder = tokenizers.Tokenizer.from_str(base_only)
@@ -118,14 +117,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token for display: control tokens are shown, parts of characters become U+FFFD."""
         return self._bytes[token_id].decode(errors="replace")
-
-    def raw_token(self, token_id: int) -> str:
-        """The vocabulary's own string of the token (byte-level alphabet)."""
-        return self._tokens[token_id]
-
-    def vocabulary_strings(self) -> list[str]:
-        """`raw_token` of every id, in the order of ids."""
-        return list(self._tokens)
 
     def _configured_id(self, config: dict[str, Any], name: str) -> int:
         entry = config.get(name)

@@ -28,8 +28,6 @@ def test_released_schedule() -> None:
     """The table of layers of the technical report."""
     sources = [RELEASED.kv_source_of(layer) for layer in range(40)]
     assert sources == [None] * 2 + [2] * 6 + [8] * 6 + [14] * 6 + [20] * 20
-    selections = [RELEASED.index_source_of(layer) for layer in range(20, 40)]
-    assert selections == [20] * 4 + [24] * 4 + [28] * 4 + [32] * 4 + [36] * 4
     assert [layer for layer in range(40) if RELEASED.is_kv_source(layer)] == [2, 8, 14, 20]
     assert [layer for layer in range(40) if RELEASED.is_index_source(layer)] == [2, 8, 14, 20, 24, 28, 32, 36]
     assert [RELEASED.inside_candidates(layer) for layer in (2, 14, 20, 21, 24)] == [False] * 3 + [True] * 2

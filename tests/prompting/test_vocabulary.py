@@ -62,12 +62,9 @@ def test_decoding_agrees_with_the_library(tokenizer: Tokenizer, tokenizer_direct
             assert tokenizer.decode(ids, skip_special_tokens=skip) == library.decode(ids, skip_special_tokens=skip)
 
 
-def test_vocabulary_strings_are_the_raw_tokens(tokenizer: Tokenizer, tiny_tokenizer: Tokenizer) -> None:
-    strings = tokenizer.vocabulary_strings()
-    assert len(strings) == tokenizer.vocab_size
-    assert strings[128803] == tokenizer.raw_token(128803) == "<｜User｜>"
-    assert strings[tokenizer.encode_text(" hello")[0]] == "Ġhello"
-    assert tiny_tokenizer.vocab_size == len(tiny_tokenizer.vocabulary_strings()) == 512
+def test_control_tokens_are_shown_and_may_be_missing(tokenizer: Tokenizer, tiny_tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_text(128803) == "<｜User｜>"
+    assert tiny_tokenizer.vocab_size == 512
     assert tiny_tokenizer.control_id("<｜User｜>") is None
 
 

@@ -405,17 +405,17 @@ def test_a_bad_row_fails_only_its_sequence() -> None:
     assert outputs_of(results)[good.index] == expected_output(good, 0, 60)[1:]
 
 
-def test_a_failed_import_fails_its_sequence_before_it_ran() -> None:
+def test_a_placed_sequence_can_fail_before_it_ran() -> None:
     loop = Loop("decode")
     for index in (1, 2):
         loop.scheduler.admit(*hand_over(make_request(index, 5, 12), [3]))
     first, _second = loop.scheduler.next_imports()
-    loop.scheduler.fail(first.index, "kv_checksum", "the buffer is damaged", retryable=True)
+    loop.scheduler.fail_slot(first.slot, "grammar_error", "no token is allowed")
     plan = loop.scheduler.plan(0)
     assert [admission.num_prompt_tokens for admission in plan.admissions] == [5]
     assert len(plan.decode_slots) == 1
     results = loop.scheduler.apply(plan, StepOutput(0, (SlotOutput(plan.decode_slots[0], np.array([4], np.int32)),)))
-    assert [(f.index, f.retryable) for f in results.failures] == [(1, True)]
+    assert [(f.index, f.kind) for f in results.failures] == [(1, "grammar_error")]
     assert [entry.index for entry in results.decoded] == [2]
 
 

@@ -130,12 +130,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             return None
         return max(source for source in self.kv_source_layer_ids if source <= layer)
 
-    def index_source_of(self, layer: int) -> int | None:
-        """Layer whose selection `layer` uses; None for a window-only layer."""
-        if self.compress_ratios[layer] == 0:
-            return None
-        return max(source for source in self.index_source_layer_ids if source <= layer)
-
     def inside_candidates(self, layer: int) -> bool:
         """Whether an indexer of `layer` may select only inside the candidate pool of the candidate source layer."""
         return 0 <= self.candidate_source_layer_id < layer
