@@ -63,7 +63,7 @@ class SamplingParams(_Struct, frozen=True, kw_only=True):
 
 
 class OutputFormat(_Struct, frozen=True, kw_only=True):
-    """How a rank and a client read the generated text (prompting.md 4.1).
+    """How a rank and a client read the generated text; see `tokenizer/output_parser.py`.
 
     `kind` "text": everything is content. "chat": the state machine of the chat format, starting inside the
     reasoning when `in_reasoning`; `parse_tools` when tools were declared. `continues_prefix`: the answer goes on

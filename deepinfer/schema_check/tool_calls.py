@@ -22,7 +22,7 @@ _PARAMETER_NAME = re.compile(r'[^"<>\\\x00-\x1f]+')
 def grammar_of_tools(tools: Sequence[ToolSchema]) -> GrammarSpec:
     """Return the specification of exactly one call of one of `tools`; raises RequestError (param "tools").
 
-    An argument that is declared a string is written as raw text, all others as JSON (prompting.md 2.4).
+    An argument that is declared a string is written as raw text, all others as JSON, as the markup wants it.
     """
     functions = []
     for tool in tools:

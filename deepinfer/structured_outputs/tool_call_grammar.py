@@ -1,4 +1,4 @@
-"""A forced tool call as a grammar: the markup of prompting.md 2.4, in which the mark is a token and never text."""
+"""A forced tool call as a grammar: the markup of `tokenizer/dsml.py`, in which the mark is a token and never text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tool calls out of DSML tags: JSON arguments, written piece by piece as the markup comes.
 
-Format: prompting.md 2.4; what is tolerated beyond it: 4.2.
+The markup, and what is tolerated beyond it, is that of `dsml`.
 """
 
 from __future__ import annotations

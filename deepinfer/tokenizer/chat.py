@@ -1,7 +1,7 @@
 """Chat requests to prompt tokens, in the format of DeepSeek-V4.1.
 
 The layout comes from the vendor's package `deepseek_recipe` (0.2, MIT). It has no integer efforts, no way to keep
-earlier reasoning without tools, and no task tokens; these three are added here (prompting.md 2.2, 2.3, 2.5).
+earlier reasoning without tools, and no task tokens; these three are added here.
 """
 
 from __future__ import annotations

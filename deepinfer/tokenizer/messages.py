@@ -1,6 +1,6 @@
 """Messages of a chat request in OpenAI form, checked into one plain type.
 
-Sources: prompting.md 2.1 (roles), 2.2 (content lists), 2.4 (arguments given as text).
+Roles, content lists and arguments given as text are those that the vendor's package `deepseek_recipe` 0.2 takes.
 """
 
 from __future__ import annotations

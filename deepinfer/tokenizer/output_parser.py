@@ -1,7 +1,8 @@
 """Reads generated tokens: reasoning, content and tool calls, and where a stop string ends the answer.
 
 A rank uses it to find the token at which a stop string completes, a client to build the text; both see the same.
-Rules: prompting.md 4.1 (state machine), 4.2 (tolerance), sampling.md 1.1 (stop strings).
+Where an answer begins follows from its prompt. Reasoning ends at the token `</think>`, not at such a text, or where
+calls begin; calls are read only where tools were declared; stop strings count in content only.
 """
 
 from __future__ import annotations

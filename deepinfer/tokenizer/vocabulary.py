@@ -1,7 +1,7 @@
 """Token ids, their bytes and their texts, read from a checkpoint's `tokenizer.json` and `tokenizer_config.json`.
 
 Control tokens (every added token, flagged special or not) are found by their text and never arise from encoded text:
-added tokens are hard cuts of the prompt, so plain text is encoded by the base vocabulary alone (prompting.md 1.1, 2.7).
+added tokens are hard cuts of the prompt, so plain text is encoded by the base vocabulary alone.
 """
 
 from __future__ import annotations
