@@ -317,6 +317,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"can't read the config file {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is no UTF-8 text ({error}); save it as UTF-8") from error
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:

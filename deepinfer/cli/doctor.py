@@ -13,10 +13,11 @@ from typing import Any
 import psutil
 
 from deepinfer import __version__
-from deepinfer.cli.options import AsJson, Cluster, Settings, read_config
+from deepinfer.cli.options import AsJson, Cluster, Settings, Verbose, read_config
 from deepinfer.config import ENVIRONMENT, ClusterConfig, LoadedConfig, config_fields
 from deepinfer.errors import ConfigError
 from deepinfer.kernels.registry import KernelChoice, choose_kernels
+from deepinfer.log import set_up_logging
 from deepinfer.platforms.devices import describe_devices, describe_toolchain
 from deepinfer.platforms.platform import detect_accelerator
 
@@ -25,11 +26,14 @@ _KERNEL_PACKAGES = ("triton", "sgl-deep-gemm", "apache-tvm-ffi", "sgl-flash-mla"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def doctor(cluster: Cluster = None, settings: Settings = None, as_json: AsJson = False) -> None:
+def doctor(
+    cluster: Cluster = None, settings: Settings = None, as_json: AsJson = False, verbose: Verbose = False
+) -> None:
     """Show accelerators, packages, the kernels that would run, memory, and the settings in force with their source.
 
     Example: deepinfer doctor --json
     """
+    set_up_logging("debug" if verbose else "warning")
     facts = examine(read_config(cluster, settings=settings))
     if as_json:
         print(json.dumps(facts, indent=2))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from deepinfer.cli import checkpoint, doctor
 from deepinfer.cli import run as run_module
 from deepinfer.cli.main import SUBCOMMANDS, run_command
 from deepinfer.config import ClusterConfig
@@ -209,6 +210,16 @@ def test_checkpoint_tiny_is_good_and_a_broken_one_exits_3(tmp_path: Path, capsys
         file.truncate(100_000)
     assert run_command(["checkpoint", "verify", str(folder)]) == 3
     assert "model.safetensors" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["checkpoint", "tiny", "t"], ["checkpoint", "verify", "t"]])
+def test_every_command_has_v_which_the_message_of_a_fault_names(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module, name in ((doctor, "examine"), (checkpoint, "write_tiny"), (checkpoint, "verify_checkpoint")):
+        monkeypatch.setattr(module, name, lambda *_, **__: 1 // 0)
+    assert run_command([*command, "-v"]) == 1
+    assert "ZeroDivisionError" in capsys.readouterr().err.partition("Traceback")[2]
 
 
 def test_doctor_names_the_source_of_every_setting(

@@ -70,6 +70,11 @@ def test_yaml_errors_name_path_and_cure(tmp_path: Path, text: str, expected: str
     assert expected in _message(file=_write(tmp_path, text))
 
 
+def test_a_file_of_another_encoding_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_bytes("name: a".encode("utf-16"))
+    assert f"{tmp_path / 'cluster.yaml'} is no UTF-8 text" in _message(file=tmp_path / "cluster.yaml")
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     assert f"can't read the config file {tmp_path / 'none.yaml'}" in _message(file=tmp_path / "none.yaml")
 
