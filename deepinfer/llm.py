@@ -31,7 +31,7 @@ from deepinfer.launcher import (
     stop_engine,
 )
 from deepinfer.log import get_logger
-from deepinfer.models.deepseek_v41.weights import model_digest
+from deepinfer.models.model_digest import model_digest
 from deepinfer.models.model_source import resolve_model
 from deepinfer.outputs import ChatOptions, CompletionOutput, RequestOutput, Row, RowResult, ToolCall
 from deepinfer.protocol import SamplingParams

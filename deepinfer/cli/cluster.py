@@ -27,7 +27,7 @@ from deepinfer.launcher.kuberay import render_kuberay
 from deepinfer.launcher.memory import rank_memory
 from deepinfer.launcher.providers import render_ray
 from deepinfer.log import set_up_logging
-from deepinfer.models.deepseek_v41.weights import model_digest
+from deepinfer.models.model_digest import model_digest
 from deepinfer.models.model_source import resolve_model
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Cluster file, e.g. cluster_configs/cpu-tiny.yaml.")]

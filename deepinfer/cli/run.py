@@ -19,7 +19,7 @@ from deepinfer.config import ClusterConfig, config_fields
 from deepinfer.errors import ClusterError, RankError
 from deepinfer.llm import LLM
 from deepinfer.log import set_up_logging
-from deepinfer.models.deepseek_v41.weights import model_digest
+from deepinfer.models.model_digest import model_digest
 from deepinfer.models.model_source import resolve_model
 from deepinfer.tokenizer import Tokenizer
 

@@ -21,7 +21,7 @@ from deepinfer.kv_cache.cache_manager import CacheManager
 from deepinfer.kv_cache.kv_groups import KVGroup, layout_digest
 from deepinfer.log import get_logger, phase
 from deepinfer.metrics import Recorder
-from deepinfer.models.deepseek_v41.weights import model_digest
+from deepinfer.models.model_digest import model_digest
 from deepinfer.models.model_spec import Model, ModelSpec
 from deepinfer.models.registry import load_spec
 from deepinfer.platforms.platform import Platform, Stream, load_platform

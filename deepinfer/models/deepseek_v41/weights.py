@@ -6,14 +6,11 @@ Everything is checked before the first byte of data is read: all names, dtypes a
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 import torch
 
-from deepinfer.errors import CheckpointError
 from deepinfer.models.checkpoint_files import CheckpointFiles, open_checkpoint, raise_first
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.memory_need import FreeMemory, check_memory, free_memory, memory_needed
@@ -35,10 +32,6 @@ from deepinfer.models.deepseek_v41.weight_types import (
     SharedExpert,
     Weights,
 )
-
-_DIGEST_FILES: Final = ("config.json", "tokenizer.json")
-_DIGEST_SAMPLES: Final = 64  # tensors whose first bytes are hashed
-_DIGEST_SAMPLE_BYTES: Final = 1024
 
 
 def load_weights(
@@ -85,31 +78,6 @@ def load_weights(
         draft_rings=rings,
         draft=drafting,
     )
-
-
-def model_digest(directory: Path) -> str:
-    """Return a hex SHA-256 that tells two checkpoints apart in well under a second, wherever they lie.
-
-    Hashed: `config.json` and `tokenizer.json`; name, dtype and shape of every tensor, sorted; name and size of every
-    safetensors file; the first 1024 bytes of 64 tensors evenly spread over the sorted names. Two checkpoints of one
-    layout that differ only in bytes outside of the samples get the same digest.
-    """
-    files = open_checkpoint(directory)
-    digest = hashlib.sha256()
-    for name in _DIGEST_FILES:
-        try:
-            digest.update((directory / name).read_bytes())
-        except OSError as error:
-            raise CheckpointError(f"{directory / name} can't be read: {error}") from None
-    names = sorted(files.entries)
-    for name in names:
-        entry = files.entries[name]
-        digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode())
-    for path in files.files:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-    for name in names[:: -(-len(names) // _DIGEST_SAMPLES)]:
-        digest.update(files.read_head(name, _DIGEST_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 class _Loader:
