@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from deepinfer.actors.rank_actor import RankActor, Role
+from deepinfer.actors.rank_actor import RankActor
+from deepinfer.protocol import Role
 
 
 class DecodeRank(RankActor):

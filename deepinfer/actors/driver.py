@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from deepinfer import __version__, codec
 from deepinfer.actors.driver_metrics import DriverMetrics
 from deepinfer.actors.group_keeper import GroupKeeper, GroupOwner
-from deepinfer.actors.rank_actor import RankFacts, RankProgram, Role
+from deepinfer.actors.rank_actor import RankFacts, RankProgram
 from deepinfer.actors.supervisor import RankGroup, check_equal
 from deepinfer.codec import unpack
 from deepinfer.config import ClusterConfig, decode_config
@@ -42,6 +42,7 @@ from deepinfer.protocol import (
     RequestBatch,
     RequestFailure,
     RequestOutput,
+    Role,
 )
 from deepinfer.scheduler.batch_scheduler import BatchScheduler, OutgoingBatch
 from deepinfer.scheduler.load_balancer import DecodeCapacity

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 import ray
@@ -26,13 +26,11 @@ from deepinfer.config import decode_config
 from deepinfer.errors import RankError
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.log import get_logger, phase, set_up_logging
-from deepinfer.protocol import DecodeBatch, DecodeResult, PrefillBatch, PrefillResult, RankReady
+from deepinfer.protocol import DecodeBatch, DecodeResult, PrefillBatch, PrefillResult, RankReady, Role
 
 CONCURRENCY_GROUPS = {"loop": 1, "inbox": 1, "results": 1, "control": 1}
 # An idle rank answers this often: it is the heartbeat.
 HEARTBEAT_SECONDS = 2.0
-
-Role = Literal["prefill", "decode"]
 
 
 class RankEngine(Protocol):

@@ -27,12 +27,12 @@ from deepinfer.actors.rank_actor import (
     RankPlace,
     RankProgram,
     RankProgress,
-    Role,
 )
 from deepinfer.actors.stall_watch import StallWatch
 from deepinfer.config import ClusterConfig, encode_config
 from deepinfer.errors import ClusterError, DeepInferError, RankError
 from deepinfer.log import get_logger, phase
+from deepinfer.protocol import Role
 
 _ACTOR_CLASSES = {"prefill": PrefillRank, "decode": DecodeRank}
 _WATCH_SECONDS = 0.5

@@ -15,13 +15,12 @@ from deepinfer.models.deepseek_v41.config_file import read_config
 from deepinfer.models.deepseek_v41.memory_need import memory_needed
 from deepinfer.models.deepseek_v41.released import released_config
 from deepinfer.models.deepseek_v41.spec import DeepseekV41Spec
-from deepinfer.models.deepseek_v41.tensor_table import DraftShare
+from deepinfer.models.deepseek_v41.tensor_table import DraftShare, Part
 from deepinfer.models.model_source import TINY_MODEL, resolve_model
 from deepinfer.runtime.build_drafts import draft_bytes_per_slot
-from deepinfer.runtime.device_memory import size_caches
+from deepinfer.runtime.device_memory import CPU_CACHE_BYTES, size_caches
 
-_CPU_CACHE_BYTES = 256 * 1024 * 1024
-_EXPERTS = "routed experts"
+_EXPERTS = Part.ROUTED_EXPERT
 # FP8 codes with one float32 a block of 128 x 128, over FP4 codes with a byte a group of 32.
 _FP8_OVER_FP4 = (1 + 4 / (128 * 128)) / (1 / 2 + 1 / 32)
 
@@ -85,7 +84,7 @@ def _role_memory(config: ClusterConfig, model: ModelConfig, role: str, device_by
     if has_drafts:
         draft = DraftShare(_largest_share(model.dspark_n_routed_experts, num_ranks) if role == "decode" else None)
     experts = (_largest_share(model.n_routed_experts, num_ranks),) * model.num_layers
-    weights = {str(part.value): size for part, size in _weights(model, experts, draft).items()}
+    weights = memory_needed(model, expert_ids=experts, draft=draft).device
     cache_bytes, num_tokens = _cache(config, model, role, sum(weights.values()), device_bytes, has_drafts=has_drafts)
     is_recast = config.accelerator == "nvidia" and config.kernels.overrides.get("expert_mlp") in (None, "deep_gemm")
     extra = int(weights[_EXPERTS] * (_FP8_OVER_FP4 - 1)) if is_recast else 0
@@ -98,10 +97,6 @@ def _role_memory(config: ClusterConfig, model: ModelConfig, role: str, device_by
             path=f"{role}.ranks",
         )
     return memory
-
-
-def _weights(model: ModelConfig, experts: tuple[tuple[int, ...], ...], draft: DraftShare | None) -> dict:  # type: ignore[type-arg]
-    return memory_needed(model, expert_ids=experts, draft=draft).device
 
 
 def _largest_share(num_experts: int, num_ranks: int) -> tuple[int, ...]:
@@ -120,7 +115,7 @@ def _cache(
     """Return the bytes of a rank's caches and how many tokens they hold."""
     budget = config.cache.memory_bytes
     if budget is None and config.accelerator == "cpu":
-        budget = _CPU_CACHE_BYTES
+        budget = CPU_CACHE_BYTES
     if budget is None:
         if device_bytes is None:
             raise ConfigError(

@@ -11,7 +11,7 @@ from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.platforms.platform import Platform
 from deepinfer.runtime.slot_table import TOKEN_BYTES
 
-_CPU_DEFAULT_BYTES: Final = 256 * 1024 * 1024
+CPU_CACHE_BYTES: Final = 256 * 1024 * 1024
 _BLOCK_ID_BYTES: Final = 8
 
 
@@ -34,7 +34,7 @@ def cache_budget(config: CacheConfig, platform: Platform, *, ranks_per_device: i
     memory = platform.memory_info()
     if config.memory_bytes is None:
         if platform.name == "cpu":
-            return min(_CPU_DEFAULT_BYTES, memory.free_bytes)
+            return min(CPU_CACHE_BYTES, memory.free_bytes)
         part_bytes = memory.total_bytes // ranks_per_device - memory.own_bytes
         return int(max(0, min(memory.free_bytes, part_bytes)) * config.memory_fraction)
     if config.memory_bytes > memory.free_bytes:
