@@ -1,10 +1,10 @@
 """Tags of the tool call markup (DSML) out of a text that arrives in pieces.
 
 Format, as the vendor's package `deepseek_recipe` 0.2 writes it, D being the control token `｜DSML｜`: a block
-`<D calls>` .. `</D calls>` with one `<D invoke name="NAME">` .. `</D invoke>` a call, and in it one `<D parameter name="KEY"
-string="true|false">VALUE</D parameter>` an argument: raw text with string="true", else JSON. Tolerated besides, as
-models write it: an invoke without its block, V4's spelling (`tool_calls`, no space behind D), a missing `string`,
-self-closing tags. D enters as `MARK`, so a quotation of it in ordinary pieces never makes a tag.
+`<D calls>` .. `</D calls>`, in it one `<D invoke name="NAME">` .. `</D invoke>` a call, in that for each argument
+`<D parameter name="KEY" string="true|false">VALUE</D parameter>`: raw text with string="true", else JSON. Tolerated
+besides, as models write it: an invoke without its block, V4's spelling (`tool_calls`, no space behind D), a missing
+`string`, self-closing tags. D enters as `MARK`, so a quotation of it in ordinary pieces never makes a tag.
 """
 
 from __future__ import annotations
