@@ -59,6 +59,9 @@ class LocalOutput:
             lines, is_error = _scan(path, self.job_id)
             self.finished = FinishedRows(lines, is_error, self._state.read_records())
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            self._state.close()
+            raise ConfigError(f"can't write {path}: {error.strerror}", path="--output") from error
         except BaseException:
             self._state.close()
             raise

@@ -87,7 +87,10 @@ class UrlOutput:
                 raise ConfigError(message, path="--output")
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"can't reach {url}: {error}", path="--output") from error
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"can't keep answers in {self._folder}: {error.strerror}", path="cache_dir") from error
         self._spool = LocalOutput(path, model_digest=model_digest, settings=settings, resume=resume)
         self.job_id = self._spool.job_id
         self.finished = self._spool.finished

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -307,3 +309,22 @@ def test_urls_are_spooled_and_uploaded_at_the_end(tmp_path: Path) -> None:
 def test_an_input_that_cannot_be_read_is_named(tmp_path: Path, place: str) -> None:
     with pytest.raises(ConfigError, match=place):
         run(place, tmp_path / "out")
+
+
+def test_an_output_or_a_spool_that_can_not_be_written_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: Any, *arguments: Any) -> int:
+        if Path(path).name == "out":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, *arguments)
+
+    source, engine = write_rows(tmp_path / "in", [row("a", "one")]), EchoEngine()
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ConfigError, match=r"--output: can't write .*out: Permission denied"):
+        run(source, tmp_path / "out", engine)
+    with pytest.raises(ConfigError, match=r"cache_dir: can't keep answers in .*: Not a directory"):
+        run(source, "memory://rows/out", engine, spool_directory=source / "spool")
+    assert not engine.rows
