@@ -128,7 +128,7 @@ def _start_private(config: ClusterConfig) -> RayConnection:
     parent = Path(config.ray.temp_dir or tempfile.gettempdir())
     _remove_stale_folders(parent)
     warn_of_small_shared_memory(config)
-    folder = _make_folder(parent)
+    folder = make_folder(parent, f"{_FOLDER_PREFIX}{os.getpid()}-{secrets.token_hex(2)}")
     replaced = set_environment(ray_environment(folder / "token"))
     connection = RayConnection(connected=True, folder=folder, replaced=replaced)
     try:
@@ -149,8 +149,9 @@ def _start_private(config: ClusterConfig) -> RayConnection:
     return connection
 
 
-def _make_folder(parent: Path) -> Path:
-    folder = parent / f"{_FOLDER_PREFIX}{os.getpid()}-{secrets.token_hex(2)}"
+def make_folder(parent: Path, name: str) -> Path:
+    """Make the folder `name` of a Ray, with its token, in `parent` or, where paths would become too long, in /tmp."""
+    folder = parent / name
     if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
         folder = Path("/tmp") / folder.name
     folder.mkdir(mode=0o700, parents=True)

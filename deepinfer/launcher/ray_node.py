@@ -16,8 +16,8 @@ import psutil
 
 from deepinfer.config import ClusterConfig
 from deepinfer.errors import ClusterError
-from deepinfer.launcher.environment import ray_environment, write_token
-from deepinfer.launcher.local import object_store_bytes, warn_of_small_shared_memory
+from deepinfer.launcher.environment import ray_environment
+from deepinfer.launcher.local import make_folder, object_store_bytes, warn_of_small_shared_memory
 from deepinfer.launcher.record import ClusterRecord, ProcessMark, living
 from deepinfer.log import get_logger, phase
 
@@ -36,7 +36,7 @@ def start_local_ray(config: ClusterConfig) -> ClusterRecord:
     come up.
     """
     warn_of_small_shared_memory(config)
-    folder = _make_folder()
+    folder = make_folder(Path(tempfile.gettempdir()), f"{_FOLDER_PREFIX}{secrets.token_hex(3)}")
     port, dashboard_port, *rest = _free_ports(5)
     port, dashboard_port = config.ray.port or port, config.ray.dashboard_port or dashboard_port
     command = [
@@ -121,15 +121,6 @@ def _start(command: list[str], folder: Path) -> None:
         stop_processes(folder, ())
         remove_folder(folder)
         raise ClusterError(f"Ray did not start on this machine ({failure}): {words}")
-
-
-def _make_folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"{_FOLDER_PREFIX}{secrets.token_hex(3)}"
-    if len(os.fsencode(folder)) > 36:  # Ray's Unix sockets stand below it, and paths of sockets are short
-        folder = Path("/tmp") / folder.name
-    folder.mkdir(mode=0o700)
-    write_token(folder)
-    return folder
 
 
 def _free_ports(count: int) -> list[int]:

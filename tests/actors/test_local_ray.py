@@ -16,7 +16,7 @@ from support.fake_cluster import small_config
 
 from deepinfer.errors import ClusterError
 from deepinfer.launcher import open_ray
-from deepinfer.launcher.local import _check_reachable, _make_folder, _remove_stale_folders
+from deepinfer.launcher.local import _check_reachable, _remove_stale_folders, make_folder
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
@@ -120,7 +120,8 @@ def test_a_killed_owner_leaves_no_rank_and_its_folder_goes_with_the_next_start()
 
 def test_folders_of_living_owners_stay(tmp_path: Path) -> None:
     short = Path(os.path.relpath(tmp_path))
-    folder = _make_folder(short if len(str(short)) < 20 else Path("/tmp"))
+    parent = short if len(str(short)) < 20 else Path("/tmp")
+    folder = make_folder(parent, f"deepinfer-ray-{os.getpid()}-living")
     try:
         _remove_stale_folders(folder.parent)
         assert (folder / "token").stat().st_mode & 0o777 == 0o600
