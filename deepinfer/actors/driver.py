@@ -26,7 +26,6 @@ from deepinfer.actors.driver_metrics import DriverMetrics
 from deepinfer.actors.group_keeper import GroupKeeper, GroupOwner
 from deepinfer.actors.rank_actor import RankFacts, RankProgram
 from deepinfer.actors.supervisor import RankGroup, check_equal
-from deepinfer.codec import unpack
 from deepinfer.config import ClusterConfig, decode_config
 from deepinfer.errors import DeepInferError, RankError, RequestError
 from deepinfer.log import get_logger, phase, set_up_logging
@@ -46,6 +45,7 @@ from deepinfer.protocol import (
 )
 from deepinfer.scheduler.batch_scheduler import BatchScheduler, OutgoingBatch
 from deepinfer.scheduler.load_balancer import DecodeCapacity
+from deepinfer.scheduler.request_state import failed_handover
 
 # Below this many running sequences every result is passed on at once; above it results are gathered.
 _FEW_SEQUENCES = 8
@@ -446,15 +446,11 @@ def lost_handovers(rank: int, batch: DecodeBatch) -> DecodeResult:
         rank=rank,
         step_id=0,
         failures=tuple(
-            RequestFailure(
-                request_id=admitted.request.request_id,
-                index=admitted.request.index + offset,
-                kind="rank_lost",
-                text="the prefill rank died while its KV was handed over",
-                retryable=True,
-            )
+            failure
             for admitted in batch.admitted
-            for offset in unpack(admitted.sample_offsets).tolist()
+            for failure in failed_handover(
+                admitted, kind="rank_lost", text="the prefill rank died while its KV was handed over"
+            )
         ),
         load=RankLoad(rank=rank),
     )

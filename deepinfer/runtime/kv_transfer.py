@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deepinfer.codec import unpack
 from deepinfer.errors import RequestError
 from deepinfer.models.model_spec import KVPart
-from deepinfer.protocol import AdmittedRequest, KVGroupExtent, KVHandle, RequestFailure
+from deepinfer.protocol import KVGroupExtent, KVHandle
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -56,20 +55,6 @@ def check_handover(handle: KVHandle, buffer: Buffer, *, layout_digest: str) -> N
     if checksum != handle.checksum:
         message = f"{where} is corrupt: its checksum is {checksum:08x}, not {handle.checksum:08x}"
         raise RequestError(message, code="kv_corrupt")
-
-
-def handover_failures(admitted: AdmittedRequest, error: RequestError) -> list[RequestFailure]:
-    """Return one failure for each sequence of `admitted`; a new prefill can make them good."""
-    return [
-        RequestFailure(
-            request_id=admitted.request.request_id,
-            index=admitted.request.index + offset,
-            kind=error.code,
-            text=str(error),
-            retryable=True,
-        )
-        for offset in unpack(admitted.sample_offsets).tolist()
-    ]
 
 
 def split_parts(handle: KVHandle, buffer: Buffer) -> tuple[KVPart, ...]:

@@ -33,11 +33,12 @@ from deepinfer.runtime.grammar_gate import GrammarGate
 from deepinfer.runtime.idle_meter import IdleMeter
 from deepinfer.runtime.in_flight import ExportInFlight, ImportInFlight, InFlight, StepInFlight
 from deepinfer.runtime.inbox import Inbox, Posted
-from deepinfer.runtime.kv_transfer import Buffer, check_handover, handover_failures, pack_parts, split_parts
+from deepinfer.runtime.kv_transfer import Buffer, check_handover, pack_parts, split_parts
 from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.outbox import DecodeOutbox, PrefillOutbox
 from deepinfer.runtime.rank_metrics import RankMetrics
 from deepinfer.runtime.slot_masks import SlotMasks
+from deepinfer.scheduler.request_state import failed_handover
 from deepinfer.scheduler.step_plan import StepOutput, StepPlan
 from deepinfer.scheduler.step_results import KVImport, Prefilled, StepResults
 from deepinfer.scheduler.step_scheduler import StepScheduler
@@ -120,7 +121,7 @@ class RankEngine:
                 kept.append(buffer)
             except RequestError as error:
                 kept.append(None)
-                failures.extend(handover_failures(admitted, error))
+                failures.extend(failed_handover(admitted, kind=error.code, text=str(error)))
         self._inbox.put(Posted(message, tuple(kept), tuple(failures)))
 
     def take_results(self) -> tuple[PrefillResult | DecodeResult | None, list[Buffer]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from deepinfer.codec import unpack
 from deepinfer.protocol import AdmittedRequest, FinishCode, LogprobColumns, Request, RequestFailure, RequestOutput
 
 
@@ -141,6 +142,17 @@ class Job:
 def num_column_bytes(logprobs: LogprobColumns) -> int:
     """Return the size of packed log-probabilities."""
     return len(logprobs.counts) + len(logprobs.token_ids) + len(logprobs.values)
+
+
+def failed_handover(admitted: AdmittedRequest, *, kind: str, text: str) -> list[RequestFailure]:
+    """Return one failure for each sequence of a hand-over that went wrong; a new prefill can make them good."""
+    request = admitted.request
+    return [
+        RequestFailure(
+            request_id=request.request_id, index=request.index + offset, kind=kind, text=text, retryable=True
+        )
+        for offset in unpack(admitted.sample_offsets).tolist()
+    ]
 
 
 def error_output(request: Request, failure: RequestFailure) -> RequestOutput:
