@@ -1,6 +1,7 @@
 """Configuration: frozen structs, read once from YAML, `DEEPINFER_*` variables and `--set`, checked before any work.
 
-Order of strength: `--set`, environment, YAML, default. This is the only module that looks at the environment.
+Order of strength: `--set`, environment, YAML, default. No other module reads `DEEPINFER_*`; Ray's own variables belong
+to the launcher.
 Unknown keys and variables are refused with the nearest good name; what is not built yet is refused by name.
 """
 

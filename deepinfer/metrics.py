@@ -66,7 +66,7 @@ class Recorder(Protocol):
 
 
 class MemoryRecorder:
-    """A recorder that keeps plain totals in the process: for tests, for `status`, and where no exporter runs."""
+    """A recorder that keeps plain totals in the process, where no exporter runs: that is in tests."""
 
     def __init__(self) -> None:
         """Start with nothing recorded; unknown names are refused on use."""
