@@ -71,13 +71,26 @@ def _text(tokenizer: Tokenizer, answer: Answer) -> str:
     return b"".join(map(tokenizer.token_bytes, answer.token_ids[:-1])).decode()  # UTF-8 too
 
 
+_THOUSAND = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
 @pytest.mark.parametrize(
-    ("count", "depth"), [(100, 1), pytest.param(1000, 3, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+    ("count", "depth", "drafts"),
+    [
+        (100, 1, "max_draft_tokens=0"),
+        pytest.param(1000, 3, "max_draft_tokens=0", marks=_THOUSAND),
+        pytest.param(1000, 3, "max_draft_tokens=3", marks=_THOUSAND),
+        pytest.param(1000, 3, "max_draft_tokens=5", marks=_THOUSAND),
+        pytest.param(1000, 3, "max_draft_tokens=5 varlen=true", marks=_THOUSAND),
+    ],
 )
-def test_every_answer_satisfies_its_schema(directory: Path, tokenizer: Tokenizer, count: int, depth: int) -> None:
+def test_every_answer_satisfies_its_schema(
+    directory: Path, tokenizer: Tokenizer, tmp_path: Path, count: int, depth: int, drafts: str
+) -> None:
     numbers = random.Random(count)
     schemas = [random_schema(numbers, depth) for _ in range(count)]
-    answers = _answers(directory, [_request(index, _spec(schema)) for index, schema in enumerate(schemas)])
+    settings = [f"cache_dir={tmp_path}", *(f"speculative.{setting}" for setting in drafts.split())]
+    answers = _answers(directory, [_request(index, _spec(schema)) for index, schema in enumerate(schemas)], *settings)
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     for index, schema in enumerate(schemas):
         text = _text(tokenizer, answers[index])
