@@ -1,7 +1,8 @@
 """Chooses ranks for the driver, from what it has reserved and what ranks report.
 
-Prefill: the rank with the fewest outstanding tokens. Decode: the rank with the largest share of unreserved blocks (in
-its scarcest group), then the fewest sequences. Ties go to the lower rank.
+Prefill: the rank with the fewest outstanding tokens. Decode: the rank with the largest unreserved share of what it is
+shortest of, blocks of a group or slots; then the fewest sequences. So short sequences spread by their number, which is
+what a step in lock-step costs, and long ones by their cache. Ties go to the lower rank.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class _DecodeRank:
             totals[group] += count * number
 
     def update_share(self) -> None:
-        """Set `free_share`, the unreserved share of the scarcest group, after a change."""
+        """Set `free_share`, the unreserved share of the scarcest group or of the slots, after a change."""
         shares = [self.num_free(group) / capacity for group, capacity in enumerate(self.capacity) if capacity]
-        self.free_share = min(shares, default=1.0)
+        self.free_share = min(*shares, 1.0, 1 - self.num_reserved / max(1, self.num_slots))
 
     def has_room(self, blocks_per_sequence: tuple[int, ...], num_sequences: int) -> bool:
         """True when the sequences fit; an empty rank takes anything that its capacity allows."""

@@ -47,6 +47,14 @@ def test_decode_goes_to_the_largest_free_share_then_the_fewest_sequences() -> No
     assert reserve(ranks, 1, 1) == (0, (1,))
 
 
+def test_short_sequences_spread_by_number_though_one_long_one_holds_more_blocks() -> None:
+    ranks = balancer(1000, 1000, num_slots=9)
+    assert reserve(ranks, 100, 100) == (0, (20,))
+    assert [reserve(ranks, 1, 1) for _ in range(3)] == [(1, (1,)), (0, (1,)), (1, (1,))]
+    assert reserve(ranks, 4000, 4000) == (0, (500,))
+    assert [reserve(ranks, 1, 1) for _ in range(2)] == [(1, (1,)), (1, (1,))]  # blocks are what rank 0 is shortest of
+
+
 def test_a_sequence_is_expected_to_grow_to_max_tokens_but_not_without_bound() -> None:
     ranks = balancer(500)
     assert ranks.reserve(request(50, 10_000), 50, 200) == (0, (25,))
