@@ -145,7 +145,7 @@ def test_text_without_a_utf8_form_is_replaced() -> None:
 
 
 def test_an_error_line() -> None:
-    """P09: a failed row has no response, so no reader takes it for an answer."""
+    """P06, P09: a failed row has no response, so no reader takes it for an answer."""
     line = _strict(error_line("job", 4, None, RequestError("bad \ud800", code="invalid_value", param="n")))
     assert line == {
         "id": "batch_req_job_4",

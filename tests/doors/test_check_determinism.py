@@ -82,6 +82,8 @@ def test_equal_answers(
 def test_one_changed_bit_of_a_logprob_is_found_and_located(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """P32: equal tokens are not enough."""
+
     class Crowded(FakeLLM):
         def spoil(self, sequence: CompletionOutput, row: int, place: int, num_rows: int) -> None:
             if num_rows > 6 and row in (2, 4):

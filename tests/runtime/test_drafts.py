@@ -84,6 +84,7 @@ def _visible(answers: dict[int, Answer]) -> dict[int, tuple[Any, ...]]:
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("hit_rate", [0.0, 0.75, 1.0])
 def test_answers_are_those_without_drafts(hit_rate: float, asynchronous: bool) -> None:
+    """P29: a seed means the same at any depth, so a second run under the same one does too."""
     requests = _requests(20)
     plain = _plain(requests)
     drafted = _drafted(requests, plain, hit_rate=hit_rate, asynchronous=asynchronous)
@@ -215,6 +216,7 @@ def test_bad_numbers_behind_a_rejected_draft_harm_nobody() -> None:
 
 
 def test_bad_numbers_behind_an_accepted_draft_fail_their_request_alone() -> None:
+    """P34 under drafts."""
     requests = _requests(6, max_tokens=25, ignore_eos=True)
     plain = _plain(requests)
     mentions = [set(plain[place].token_ids[:-1]) for place in range(6)]

@@ -88,6 +88,7 @@ def test_the_models_own_drafts_change_nothing(
 def test_accepted_drafts_change_nothing(
     directory: Path, plain: dict[int, Answer], hit_rate: float, asynchronous: bool
 ) -> None:
+    """P29: drawn tokens too are those of their seed, to the bit of their log-probabilities."""
     requests, log = _requests(), Accepted()
     make_drafter = _oracle(requests, plain, hit_rate, log)
     setting = f"scheduler.asynchronous={str(asynchronous).lower()}"
@@ -184,7 +185,7 @@ def test_greedy_answers_do_not_depend_on_the_verifier(directory: Path, plain: di
 
 
 def test_a_stop_string_ends_an_accepted_run_wherever_it_is_completed(directory: Path) -> None:
-    """Drafts that are always right: the string is complete at the first, a middle or the last token of a run."""
+    """P17: Drafts that are always right: the string is complete at the first, a middle or the last token of a run."""
     tokenizer = Tokenizer.from_directory(directory)
     (request,) = _requests([12], max_tokens=24, temperature=1.0, ignore_eos=True, logprobs=None)
     whole = _answer(directory, [request], OFF)

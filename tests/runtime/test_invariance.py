@@ -83,6 +83,7 @@ def alone(directory: Path) -> dict[int, Bits]:
     "count", [1, 7, pytest.param(63, marks=pytest.mark.slow), pytest.param(255, marks=pytest.mark.slow)]
 )
 def test_company_and_order(directory: Path, alone: dict[int, Bits], count: int) -> None:
+    """P31, P32: alone and among up to 255 others, 64 and more live at once; log-probabilities to the bit."""
     requests = watched() + company(count)
     random.Random(count).shuffle(requests)
     size = min(64, len(requests))

@@ -66,6 +66,7 @@ def test_logprobs_of_every_token_and_of_the_prompt() -> None:
 
 
 def test_a_row_with_bad_numbers_fails_alone_and_its_blocks_serve_others() -> None:
+    """P34: from the middle of an answer on."""
     requests = [make_request(place, [place + 1, 5, 9], max_tokens=30) for place in range(4)]
     good = _answer(*requests)
     mentions = [set(good[place].token_ids) for place in range(4)]

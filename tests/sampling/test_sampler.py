@@ -65,6 +65,7 @@ def test_a_row_without_any_allowed_token_falls_back_to_its_raw_logits() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("damage", ["one NaN", "all NaN", "all -inf", "+inf", "allowed -inf"])
 def test_unusable_rows_fail_alone(temperature: float, damage: str) -> None:
+    """P34: no token is drawn from such a row, and its neighbours stay the same to the bit."""
     batch = Batch(vocab_size=40)
     for slot in (1, 2, 3):
         batch.admit(slot, temperature=temperature, top_p=0.9, logprobs=2, allowed_token_ids=(4, 5, 6), seq_seed=slot)

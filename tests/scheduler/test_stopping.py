@@ -86,6 +86,7 @@ def test_stop_wins_over_length_at_the_same_token() -> None:
 
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_a_stop_string_is_found_however_the_run_is_cut(cut: int) -> None:
+    """P17: also by a cut inside the string and at a string that a run completes with its first token."""
     tokens = [ord(letter) for letter in "abcdefg"]
     checker = _checker(stop=("de",))
     kept: list[int] = []

@@ -67,6 +67,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("schema", "pointer", "word"), REFUSED)
 def test_refusals_name_the_pointer_and_the_cause(schema: Any, pointer: str, word: str) -> None:
+    """P23."""
     with pytest.raises(RequestError) as caught:
         normalize_schema(schema, param="response_format")
     assert caught.value.code == "unsupported_schema"
