@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deepinfer import __version__, codec
 from deepinfer.actors.driver_metrics import DriverMetrics
-from deepinfer.actors.group_keeper import GroupKeeper, GroupOwner
+from deepinfer.actors.group_keeper import GroupKeeper
 from deepinfer.actors.rank_actor import RankFacts, RankProgram
 from deepinfer.actors.supervisor import RankGroup, check_equal
 from deepinfer.config import ClusterConfig, decode_config
@@ -395,7 +395,7 @@ class Driver:
             self._tell()
 
 
-class _RoleOwner(GroupOwner):
+class _RoleOwner:
     """Tells the driver which role the news are about."""
 
     def __init__(self, driver: Driver, role: Role) -> None:

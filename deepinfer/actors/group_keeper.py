@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ray import ObjectRef
 from ray.actor import ActorHandle
@@ -23,24 +23,24 @@ RESTART_DELAYS_SECONDS = (1.0, 5.0)
 _LONG_LIFE_SECONDS = 600.0
 
 
-class GroupOwner:
-    """What the driver does with a group; it implements these."""
+class GroupOwner(Protocol):
+    """What the driver does with the news of a group."""
 
     def on_result(self, result: PrefillResult | DecodeResult, references: Sequence[ObjectRef]) -> None:
         """A rank has results; `references` are the hand-overs of a prefill result."""
-        raise NotImplementedError
+        ...
 
     def on_lost(self, error: RankError) -> None:
         """The group is gone with everything on it, and will be started again."""
-        raise NotImplementedError
+        ...
 
     def on_restarted(self, facts: Sequence[RankFacts]) -> None:
         """The group runs again."""
-        raise NotImplementedError
+        ...
 
     def gather_seconds(self) -> float:
         """How long a rank shall gather results before it answers."""
-        raise NotImplementedError
+        ...
 
 
 class GroupKeeper:
