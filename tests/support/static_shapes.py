@@ -127,7 +127,5 @@ def _set_item(function: Any, args: Any) -> Any:
 
 def _error(operation: str, fault: str) -> NotStaticError:
     ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_PACKAGE)]
-    place = (
-        f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else "outside deepinfer"
-    )
+    place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}: {ours[-1].line}" if ours else "outside deepinfer"
     return NotStaticError(f"{operation}: {fault} ({place})")
