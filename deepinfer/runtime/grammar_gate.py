@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from deepinfer.codec import unpack
 from deepinfer.errors import RequestError
-from deepinfer.protocol import AdmittedRequest, GrammarSpec, Request, RequestFailure
+from deepinfer.protocol import AdmittedRequest, Request, RequestFailure
 from deepinfer.scheduler.step_scheduler import StepScheduler
-from deepinfer.structured_outputs.compiler import GrammarCompiler
+from deepinfer.structured_outputs.compiler import Compilation, GrammarCompiler
 from deepinfer.structured_outputs.grammar import RequestGrammar
 
 
@@ -18,7 +18,7 @@ class _Held:
     """`indexes`: the sequences of `request`; `aborted`: those that nobody wants any more."""
 
     request: Request
-    grammar: GrammarSpec
+    compilation: Compilation
     indexes: set[int]
     aborted: set[int]
     enter: Callable[[RequestGrammar], None]
@@ -61,12 +61,17 @@ class GrammarGate:
         self._held = [held for held in self._held if held.indexes - held.aborted]
         self._scheduler.abort(indexes)
 
+    def abort_all(self) -> None:
+        """`StepScheduler.abort_all`, also for what is held."""
+        self._held = []
+        self._scheduler.abort_all()
+
     def release(self) -> list[RequestFailure]:
         """Let requests in whose grammar is ready; return the failures of those that have none."""
         failures: list[RequestFailure] = []
         waiting: list[_Held] = []
         for held in self._held:
-            compiled = self._compiler.look_up(held.grammar)
+            compiled = self._compiler.look_up(held.compilation)
             if compiled is None:
                 waiting.append(held)
             elif compiled.error is not None:
@@ -82,8 +87,8 @@ class GrammarGate:
 
     def _hold(self, request: Request, indexes: set[int], enter: Callable[[RequestGrammar], None]) -> None:
         assert request.grammar is not None, request.request_id
-        self._compiler.request(request.grammar)
-        self._held.append(_Held(request, request.grammar, indexes, set(), enter))
+        compilation = self._compiler.request(request.grammar)
+        self._held.append(_Held(request, compilation, indexes, set(), enter))
 
 
 def _failure(request: Request, index: int, error: RequestError) -> RequestFailure:

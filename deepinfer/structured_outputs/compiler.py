@@ -28,17 +28,22 @@ class CompiledGrammar:
     error: RequestError | None = None
 
 
-@dataclass(slots=True)
-class _Job:
+@dataclass(slots=True, eq=False)
+class Compilation:
+    """One specification's way through the compiler; `compiled` is set once and stays."""
+
     spec: GrammarSpec
     begin_seconds: float = 0.0
+    compiled: CompiledGrammar | None = None
 
 
 class GrammarCompiler:
     """All grammars of a rank, by specification. `request` and `look_up` never wait; one thread may call them.
 
-    The engine compiles without Python's lock, so a step goes on beside it. A compilation can't be stopped: one that is
-    given up goes on in its thread, which no longer counts; when `_MAX_LOST` of them are lost nothing new is compiled.
+    Whoever holds a `Compilation` gets its result, however many others end before it is looked at; only those that
+    nobody holds any more live in the cache alone. The engine compiles without Python's lock, so a step goes on beside
+    it. A compilation can't be stopped: one that is given up goes on in its thread, which no longer counts; when
+    `_MAX_LOST` of them are lost nothing new is compiled.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, *, max_seconds: float = MAX_SECONDS) -> None:
@@ -47,39 +52,41 @@ class GrammarCompiler:
         self._max_seconds = max_seconds
         self._engine = xgrammar.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
         self._lock = threading.Lock()
-        self._waiting: deque[_Job] = deque()
-        self._running: dict[GrammarSpec, _Job] = {}
-        self._done: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
+        self._open: dict[GrammarSpec, Compilation] = {}  # waiting or running
+        self._waiting: deque[Compilation] = deque()
+        self._running: list[Compilation] = []
+        self._done: OrderedDict[GrammarSpec, Compilation] = OrderedDict()
         self._num_lost = 0
 
-    def request(self, spec: GrammarSpec) -> None:
-        """Have `spec` compiled unless it is known or under way."""
+    def request(self, spec: GrammarSpec) -> Compilation:
+        """Return the compilation of `spec`, a new one unless it is known or under way."""
         with self._lock:
-            known = spec in self._done or spec in self._running or any(job.spec == spec for job in self._waiting)
-            if not known:
-                self._waiting.append(_Job(spec))
+            known = self._open.get(spec) or self._done.get(spec)
+            if known is None:
+                known = self._open[spec] = Compilation(spec)
+                self._waiting.append(known)
                 self._start_threads()
+            elif known.compiled is not None:
+                self._done.move_to_end(spec)
+            return known
 
-    def look_up(self, spec: GrammarSpec) -> CompiledGrammar | None:
-        """Return what became of a requested `spec`, None while it is under way; late ones are given up here."""
+    def look_up(self, compilation: Compilation) -> CompiledGrammar | None:
+        """Return what became of it, None while it is under way; late ones are given up here."""
         with self._lock:
             self._give_up_late_ones()
-            compiled = self._done.get(spec)
-            if compiled is not None:
-                self._done.move_to_end(spec)
-            return compiled
+            return compilation.compiled
 
     def _start_threads(self) -> None:
         while self._waiting and len(self._running) < MAX_THREADS:
             job = self._waiting.popleft()
             if self._num_lost >= _MAX_LOST:
-                self._keep(job.spec, CompiledGrammar(None, _too_late("too many grammars before it never ended")))
+                self._keep(job, CompiledGrammar(None, _too_late("too many grammars before it never ended")))
                 continue
             job.begin_seconds = time.monotonic()
-            self._running[job.spec] = job
+            self._running.append(job)
             threading.Thread(target=self._compile, args=(job,), name="grammar", daemon=True).start()
 
-    def _compile(self, job: _Job) -> None:
+    def _compile(self, job: Compilation) -> None:
         try:
             grammar = build_grammar(job.spec, dsml_id=self.vocabulary.dsml_id)
             compiled = CompiledGrammar(self._engine.compile_grammar(grammar))
@@ -89,25 +96,27 @@ class GrammarCompiler:
             text = f"the grammar can't be compiled ({type(error).__name__}: {error})"
             compiled = CompiledGrammar(None, RequestError(text, code="invalid_grammar"))
         with self._lock:
-            if self._running.get(job.spec) is job:
-                del self._running[job.spec]
-                self._keep(job.spec, compiled)
+            if job in self._running:
+                self._running.remove(job)
+                self._keep(job, compiled)
                 self._start_threads()
             else:
                 self._num_lost -= 1  # it was given up, and its thread is free after all
 
     def _give_up_late_ones(self) -> None:
         now = time.monotonic()
-        for job in list(self._running.values()):
-            if now - job.begin_seconds > self._max_seconds:
-                del self._running[job.spec]
-                self._num_lost += 1
-                text = f"it took more than {self._max_seconds:g} seconds; simplify it"
-                self._keep(job.spec, CompiledGrammar(None, _too_late(text)))
+        late = [job for job in self._running if now - job.begin_seconds > self._max_seconds]
+        for job in late:
+            self._running.remove(job)
+            self._num_lost += 1
+            text = f"it took more than {self._max_seconds:g} seconds; simplify it"
+            self._keep(job, CompiledGrammar(None, _too_late(text)))
         self._start_threads()
 
-    def _keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
-        self._done[spec] = compiled
+    def _keep(self, job: Compilation, compiled: CompiledGrammar) -> None:
+        job.compiled = compiled
+        del self._open[job.spec]
+        self._done[job.spec] = job
         while len(self._done) > MAX_KEPT:
             self._done.popitem(last=False)
 

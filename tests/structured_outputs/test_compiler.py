@@ -24,8 +24,8 @@ class Waiting:
         self.compiler = GrammarCompiler(vocabulary())
 
     def result(self, spec: GrammarSpec) -> CompiledGrammar:
-        self.compiler.request(spec)
-        while (found := self.compiler.look_up(spec)) is None:
+        compilation = self.compiler.request(spec)
+        while (found := self.compiler.look_up(compilation)) is None:
             time.sleep(0.001)
         return found
 
@@ -48,16 +48,25 @@ def test_a_specification_is_compiled_once(calls: list[GrammarSpec]) -> None:
     assert calls == [SPEC]
 
 
-def test_nothing_is_known_before_it_was_asked_for() -> None:
-    assert GrammarCompiler(vocabulary()).look_up(SPEC) is None
-
-
 def test_the_longest_unused_one_is_forgotten(calls: list[GrammarSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_KEPT", 2)
     waiting, (first, second, third) = Waiting(), [regex_spec(text) for text in "abc"]
     for spec in (first, second, first, third, first, second):
         waiting.result(spec)
     assert calls == [first, second, third, second]
+
+
+def test_results_wait_for_those_who_asked_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More grammars than are kept, compiled while a long step runs: none of them may be lost."""
+    monkeypatch.setattr(module, "MAX_KEPT", 2)
+    waiting = Waiting()
+    asked = [waiting.compiler.request(regex_spec(text)) for text in "abcdefab"]
+    waiting.result(regex_spec("z"))  # begun last, so the others have ended, or nearly
+    deadline = time.monotonic() + 60
+    while any(waiting.compiler.look_up(compilation) is None for compilation in asked):
+        assert time.monotonic() < deadline, "a result is lost"
+        time.sleep(0.001)
+    assert all(compilation.compiled and compilation.compiled.grammar for compilation in asked)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +94,8 @@ def test_one_that_takes_too_long_is_given_up_and_holds_up_nobody(monkeypatch: py
 
     monkeypatch.setattr(module, "build_grammar", build_slowly)
     compiler = GrammarCompiler(vocabulary(), max_seconds=0.0)
-    for spec in slow:
-        compiler.request(spec)
-    for spec in slow:  # two threads: the third begins when the others have been given up
-        while (found := compiler.look_up(spec)) is None:
+    for compilation in [compiler.request(spec) for spec in slow]:  # two threads: the third waits for the others
+        while (found := compiler.look_up(compilation)) is None:
             pass
         assert found.error is not None
         assert found.error.code == "grammar_timeout"
