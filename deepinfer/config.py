@@ -107,8 +107,9 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True):
     `max_in_flight`: requests that a client may have open at the driver. `publish_seconds`: how long a rank gathers
     results before it answers. `max_kv_bytes_in_flight` bounds hand-overs between prefill and decode.
     `step_timeout_seconds`: a rank whose step takes longer counts as hung. `job_timeout_seconds`: a client of a shared
-    engine that is silent for so long counts as dead, and its requests are given up. `asynchronous` false: plan a step
-    only after the results of the last one (for comparison; answers are the same).
+    engine that is silent for so long counts as dead, and its requests are given up. `orphan_timeout_seconds`: so long
+    loaded ranks of a shared engine wait for a new driver when theirs has died; then they end. `asynchronous` false:
+    plan a step only after the results of the last one (for comparison; answers are the same).
     """
 
     max_in_flight: int = 1024
@@ -119,6 +120,7 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True):
     start_timeout_seconds: float = 600.0
     placement_timeout_seconds: float = 60.0
     job_timeout_seconds: float = 60.0
+    orphan_timeout_seconds: float = 600.0
     asynchronous: bool = True
 
 
@@ -235,6 +237,7 @@ _POSITIVE = (
     "scheduler.start_timeout_seconds",
     "scheduler.placement_timeout_seconds",
     "scheduler.job_timeout_seconds",
+    "scheduler.orphan_timeout_seconds",
     "observability.metrics_interval_seconds",
 )
 

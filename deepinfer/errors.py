@@ -63,3 +63,7 @@ class RankError(DeepInferError):
 
 class ClusterError(DeepInferError):
     """The engine can't go on; the message says why and what the user can do."""
+
+
+class SupersededError(ClusterError):
+    """A rank obeys a newer driver: the one that hears this ends, and leaves the ranks alone."""

@@ -170,12 +170,16 @@ class RankLoad(_Struct, frozen=True, kw_only=True):
 
 
 class PrefillBatch(_Struct, frozen=True, kw_only=True, tag="prefill_batch"):
-    """Driver to a prefill rank. Without requests it only wakes the rank (`wake_id`, see `distributed/step_sync`)."""
+    """Driver to a prefill rank. Without requests it only wakes the rank (`wake_id`, see `distributed/step_sync`).
+
+    `drops_all`: everything that came before is given up, without a result.
+    """
 
     batch_id: int
     wake_id: int
     requests: tuple[Request, ...] = ()
     aborted_indexes: bytes = b""  # int32
+    drops_all: bool = False
 
 
 class PrefilledRequest(_Struct, frozen=True, kw_only=True):
@@ -216,12 +220,16 @@ class AdmittedRequest(_Struct, frozen=True, kw_only=True):
 
 
 class DecodeBatch(_Struct, frozen=True, kw_only=True, tag="decode_batch"):
-    """Driver to a decode rank. KV buffers travel beside it in the order of `admitted`. Empty: only a wake."""
+    """Driver to a decode rank. KV buffers travel beside it in the order of `admitted`. Empty: only a wake.
+
+    `drops_all`: everything that came before is given up, without a result.
+    """
 
     batch_id: int
     wake_id: int
     admitted: tuple[AdmittedRequest, ...] = ()
     aborted_indexes: bytes = b""  # int32
+    drops_all: bool = False
 
 
 class DecodeResult(_Struct, frozen=True, kw_only=True, tag="decode_result"):

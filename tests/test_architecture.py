@@ -171,6 +171,7 @@ def test_options_are_a_decision() -> None:
         "scheduler.start_timeout_seconds",
         "scheduler.placement_timeout_seconds",
         "scheduler.job_timeout_seconds",
+        "scheduler.orphan_timeout_seconds",
         "scheduler.asynchronous",
         "speculative.max_draft_tokens",
         "speculative.varlen",

@@ -194,6 +194,8 @@ class RankEngine:
         for posted in self._inbox.take():
             message = posted.message
             self._wake_id = max(self._wake_id, message.wake_id)
+            if message.drops_all:
+                self._gate.abort_all()
             if isinstance(message, PrefillBatch):
                 for request in message.requests:
                     self._gate.add(request)

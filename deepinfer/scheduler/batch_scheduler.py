@@ -56,7 +56,8 @@ class BatchScheduler:
 
     `decode_ranks` say what they hold; `groups` are the KV groups of the decode ranks. `draw_seed` gives 63 random
     bits. A request that loses its rank more than `max_attempts - 1` times fails. `max_expected_output_tokens`: how
-    much output a sequence gets reserved beyond what it has, if its `max_tokens` is larger.
+    much output a sequence gets reserved beyond what it has, if its `max_tokens` is larger. `first_index` and
+    `first_wake_id` lie above what the ranks have seen from an earlier driver.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class BatchScheduler:
         draw_seed: Callable[[], int],
         max_attempts: int = 3,
         max_expected_output_tokens: int = 4096,
+        first_index: int = 0,
+        first_wake_id: int = 0,
     ) -> None:
         """Start with both groups ready and no request."""
         self._config = config
@@ -76,10 +79,10 @@ class BatchScheduler:
         self._draw_seed = draw_seed
         self._max_expected_output_tokens = max_expected_output_tokens
         self._balancer = LoadBalancer(groups=groups, prefill_ranks=prefill_ranks, decode_ranks=decode_ranks)
-        self._book = RequestBook(self._balancer, max_attempts=max_attempts)
+        self._book = RequestBook(self._balancer, max_attempts=max_attempts, first_index=first_index)
         self._handovers: list[Trip] = []
         self._is_lost: dict[Role, bool] = {"prefill": False, "decode": False}
-        self._wake_ids: dict[Role, int] = {"prefill": 0, "decode": 0}
+        self._wake_ids: dict[Role, int] = {"prefill": first_wake_id, "decode": first_wake_id}
         self._next_batch_id = 0
         self._is_draining = False
 

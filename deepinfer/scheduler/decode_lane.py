@@ -77,6 +77,10 @@ class DecodeLane:
         for index in wanted & self._running.keys():
             self._end(self._running[index])
 
+    def indexes(self) -> set[int]:
+        """Return the indexes of all sequences here."""
+        return {entry[0].index for entry in self._waiting} | self._running.keys()
+
     def fail(self, index: int, kind: str, text: str) -> None:
         """End a placed sequence with an error."""
         sequence = self._running.get(index)

@@ -57,6 +57,10 @@ class PrefillLane:
         for index in wanted & self._running.keys():
             self._drop(self._running[index])
 
+    def indexes(self) -> set[int]:
+        """Return the indexes of all requests here."""
+        return {task.request.index for task in self._waiting} | self._running.keys()
+
     def fail(self, index: int, kind: str, text: str) -> None:
         """End a started request with an error."""
         task = self._running.get(index)

@@ -36,11 +36,11 @@ class SchedulerCounts:
 class RequestBook:
     """Bookkeeping only: what to send, and what results mean, is decided by `BatchScheduler`."""
 
-    def __init__(self, balancer: LoadBalancer, *, max_attempts: int) -> None:
-        """Start empty. `balancer` holds the reservations."""
+    def __init__(self, balancer: LoadBalancer, *, max_attempts: int, first_index: int = 0) -> None:
+        """Start empty. `balancer` holds the reservations; the first sequence gets `first_index`."""
         self._balancer = balancer
         self._max_attempts = max_attempts
-        self._next_index = 0
+        self._next_index = first_index
         self.jobs: dict[str, Job] = {}
         self.samples: dict[int, SampleState] = {}  # every unfinished sequence, by index
         self.trips: dict[int, Trip] = {}  # trips that are not decoding yet, by the index of their request

@@ -80,6 +80,10 @@ class StepScheduler:
         """Drop work without a result: by request index on a prefill rank, by sequence index on a decode rank."""
         self._lane.abort(sequence_indexes)
 
+    def abort_all(self) -> None:
+        """Drop all work without a result. What is being exported still comes, as after `abort`."""
+        self._lane.abort(self._lane.indexes())
+
     def fail_slot(self, slot: int, kind: str, text: str) -> None:
         """End the started request (prefill) or placed sequence (decode) in `slot`; the next results have the error."""
         self._lane.fail(self._lane.index_in(slot), kind, text)

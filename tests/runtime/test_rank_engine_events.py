@@ -152,6 +152,27 @@ def test_an_aborted_sequence_leaves_room_and_others_go_on() -> None:
     assert len(answers[0].token_ids) < 199
 
 
+def test_a_new_driver_has_all_earlier_work_dropped_without_a_result() -> None:
+    requests = [make_request(place, PROMPT, max_tokens=200) for place in range(12)]  # more than there are slots
+    prefill, decode = build_fake_rank("prefill"), build_fake_rank("decode", model=FakeModel(step_seconds=0.002))
+    with RunningEngine(prefill.engine) as prefilling, RunningEngine(decode.engine) as decoding:
+        done, _ = run_prefill(prefilling, requests, wake_id=1)
+        admitted = tuple(admission(request, done[request.index][0]) for request in requests)
+        buffers = [done[request.index][1] for request in requests]
+        decode.engine.post(DecodeBatch(batch_id=1, wake_id=1, admitted=admitted), buffers)
+        decoding.next_results()
+        decode.engine.post(DecodeBatch(batch_id=0, wake_id=2, drops_all=True))
+        wait_until_parked(decode.engine)
+        decode.engine.take_results()
+        load = decode.scheduler.load()
+        assert (load.num_waiting, load.num_running, load.num_free_blocks) == (0, 0, {"global": 199})
+        done, _ = run_prefill(prefilling, [make_request(50, [3, 4], max_tokens=40)], wake_id=2)
+        again = make_request(50, [3, 4], max_tokens=40)
+        answers = {50: Answer(unpack(done[50][0].first_token_ids).tolist())}
+        run_decode(decoding, [(admission(again, done[50][0]), done[50][1])], answers, wake_id=3)
+    assert answers[50].token_ids == _answer(make_request(50, [3, 4], max_tokens=40))[50].token_ids
+
+
 def test_a_prompt_too_long_for_the_cache_is_a_failure_and_the_rank_parks() -> None:
     prefill = build_fake_rank("prefill", num_blocks=1 + 4, max_model_len=200)
     with RunningEngine(prefill.engine) as running:

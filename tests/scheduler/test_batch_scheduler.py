@@ -75,16 +75,33 @@ class Cluster:
             "prefill": [self.new_rank("prefill", rank) for rank in range(num_prefill)],
             "decode": [self.new_rank("decode", rank) for rank in range(num_decode)],
         }
-        self.driver = BatchScheduler(
-            config=SchedulerConfig(**config),
-            prefill_ranks=range(num_prefill),
-            decode_ranks=[DecodeCapacity(rank, self.blocks, num_slots) for rank in range(num_decode)],
+        self.max_attempts, self.max_expected, self.config = max_attempts, max_expected, config
+        self.driver = self.new_driver()
+        self.max_kv_bytes = 0
+
+    def new_driver(self, *, first_index: int = 0, first_wake_id: int = 0) -> BatchScheduler:
+        return BatchScheduler(
+            config=SchedulerConfig(**self.config),
+            prefill_ranks=range(len(self.ranks["prefill"])),
+            decode_ranks=[
+                DecodeCapacity(rank, self.blocks, self.num_slots) for rank in range(len(self.ranks["decode"]))
+            ],
             groups=GROUPS,
             draw_seed=lambda: 77,
-            max_attempts=max_attempts,
-            max_expected_output_tokens=max_expected,
+            max_attempts=self.max_attempts,
+            max_expected_output_tokens=self.max_expected,
+            first_index=first_index,
+            first_wake_id=first_wake_id,
         )
-        self.max_kv_bytes = 0
+
+    def replace_driver(self) -> None:
+        """Lose the driver and all it knows; a new one takes the ranks over as they are."""
+        first_index = 1 + max(self.driver._book.samples)
+        self.driver = self.new_driver(first_index=first_index, first_wake_id=10**6)
+        for role, ranks in self.ranks.items():
+            for rank in ranks:
+                batch_type = PrefillBatch if role == "prefill" else DecodeBatch
+                rank.post(batch_type(batch_id=0, wake_id=10**6, drops_all=True))
 
     def new_rank(self, role: str, rank: int) -> FakeRank:
         return FakeRank(
@@ -296,6 +313,25 @@ def test_late_results_of_a_lost_group_are_ignored() -> None:
     cluster.restart("prefill")
     cluster.driver.on_prefill_result(0, result, buffers)
     check_answers([request], cluster.run())
+
+
+@pytest.mark.parametrize("num_turns", [1, 3, 6, 10, 15])
+def test_a_new_driver_finds_room_on_ranks_full_of_anothers_work(num_turns: int) -> None:
+    """Results of the old work still come, some with the KV of a prompt; the new driver's answers are its own."""
+    cluster = Cluster(2, 2, max_rows=3, seed=num_turns)
+    for number in range(40):
+        cluster.driver.submit("job", make_request(number, max_prompt=9))
+    for _ in range(num_turns):
+        cluster.turn()
+    cluster.replace_driver()
+    again = [make_request(100 + number, num_samples=2) for number in range(20)]
+    for request in again:
+        cluster.driver.submit("job", request)
+    check_answers(again, cluster.run())
+    for rank in (*cluster.ranks["prefill"], *cluster.ranks["decode"]):
+        while rank.scheduler.has_work():
+            rank.step()
+        assert rank.scheduler.load().num_running == 0
 
 
 def test_a_retryable_failure_is_sent_again_with_its_output() -> None:

@@ -91,6 +91,8 @@ class FakeRank:
         """Take a batch from the driver."""
         assert batch.wake_id >= self.wake_id, "a wake id went back"
         self.wake_id = batch.wake_id
+        if batch.drops_all:
+            self.scheduler.abort_all()
         if isinstance(batch, PrefillBatch):
             for request in batch.requests:
                 self.scheduler.add(request)
