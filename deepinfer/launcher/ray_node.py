@@ -27,6 +27,7 @@ _START_SECONDS = 180.0
 _TERM_SECONDS = 5.0
 _KILL_SECONDS = 30.0
 _LOCALHOST = "127.0.0.1"
+_CLIENT_SERVER = "ray.util.client.server"
 
 
 def start_local_ray(config: ClusterConfig) -> ClusterRecord:
@@ -85,15 +86,28 @@ def stop_processes(folder: Path, marks: tuple[ProcessMark, ...]) -> list[str]:
     A process belongs to that Ray when the folder stands in its command line, or when it descends from one of these.
     No other Ray of the machine is touched.
     """
-    processes = {process.pid: process for process in (*_processes_of(folder), *living(marks))}
+    processes = {process.pid: process for process in (*processes_of(folder), *living(marks))}
     processes.pop(os.getpid(), None)
     for process in processes.values():
         _signal(process, terminate=True)
     _, alive = psutil.wait_procs(processes.values(), timeout=_TERM_SECONDS)
-    for process in {process.pid: process for process in (*alive, *_processes_of(folder))}.values():
+    for process in {process.pid: process for process in (*alive, *processes_of(folder))}.values():
         _signal(process, terminate=False)
     _, alive = psutil.wait_procs(alive, timeout=_KILL_SECONDS)
     return [f"{process.pid} ({process.name()})" for process in alive if process.is_running()]
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Return every process of the Ray in `folder`, on this machine, and of what runs on it."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        try:
+            if _belongs(process, folder):
+                found[process.pid] = process
+                found.update({child.pid: child for child in process.children(recursive=True)})
+        except psutil.Error:
+            continue
+    return list(found.values())
 
 
 def remove_folder(folder: Path) -> None:
@@ -129,18 +143,13 @@ def _free_ports(count: int) -> list[int]:
         return [server.getsockname()[1] for server in servers]
 
 
-def _processes_of(folder: Path) -> list[psutil.Process]:
-    found: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
-        try:
-            arguments = process.cmdline()
-            is_of_ray = any("/ray/" in argument for argument in arguments)  # not someone who reads its logs
-            if is_of_ray and any(str(folder) in argument for argument in arguments):
-                found[process.pid] = process
-                found.update({child.pid: child for child in process.children(recursive=True)})
-        except psutil.Error:
-            continue
-    return list(found.values())
+def _belongs(process: psutil.Process, folder: Path) -> bool:
+    """True for a process of Ray itself; not for someone who reads its logs or has its token for a job."""
+    arguments = process.cmdline()
+    if any("/ray/" in argument for argument in arguments):
+        return any(str(folder) in argument for argument in arguments)
+    # The proxy of Ray's own client is the one that has the folder nowhere in its command line.
+    return _CLIENT_SERVER in arguments and process.environ().get("RAY_AUTH_TOKEN_PATH") == str(folder / "token")
 
 
 def _signal(process: psutil.Process, *, terminate: bool) -> None:

@@ -60,16 +60,25 @@ def test_a_record_is_found_again_and_forgotten(tmp_path: Path) -> None:
 
 
 def test_only_processes_of_that_ray_are_ended(tmp_path: Path) -> None:
-    ours = [sys.executable, "-c", "import time; time.sleep(60)", f"--dir={tmp_path}/session", "/lib/ray/raylet"]
-    reader = [sys.executable, "-c", "import time; time.sleep(60)", f"{tmp_path}/session/logs"]
-    other = [sys.executable, "-c", "import time; time.sleep(60)", "--dir=/elsewhere", "/lib/ray/raylet"]
-    processes = [subprocess.Popen(command) for command in (ours, reader, other)]
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    proxy = [*sleep, "-m", "ray.util.client.server"]  # names its Ray in its environment only
+    token = {**os.environ, "RAY_AUTH_TOKEN_PATH": f"{tmp_path}/token"}
+    ours = [
+        subprocess.Popen([*sleep, f"--dir={tmp_path}/session", "/lib/ray/raylet"]),
+        subprocess.Popen(proxy, env=token),
+    ]
+    others = [
+        subprocess.Popen([*sleep, f"{tmp_path}/session/logs"]),
+        subprocess.Popen([*sleep, "--dir=/elsewhere", "/lib/ray/raylet"]),
+        subprocess.Popen(proxy),
+        subprocess.Popen(sleep, env=token),
+    ]
     try:
         assert stop_processes(tmp_path, ()) == []
-        assert processes[0].poll() is not None
-        assert [process.poll() for process in processes[1:]] == [None, None]
+        assert None not in [process.poll() for process in ours]
+        assert [process.poll() for process in others] == [None] * len(others)
     finally:
-        for process in processes:
+        for process in (*ours, *others):
             process.kill()
             process.wait()
 
