@@ -321,7 +321,12 @@ def sampling_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
         return
     scores = normal(rows, VOCABULARY, dtype=torch.float32)
     seeds, positions = torch.randint(0, 2**60, (2, rows), device="cuda")
-    yield Case("gumbel_argmax", lambda: kernels.gumbel_argmax(scores, seeds, positions, purpose=0), 4 * scores.numel())
+    temperatures = torch.ones(rows, device="cuda")
+
+    def draw() -> object:
+        return kernels.gumbel_argmax(scores, seeds, positions, temperatures, purpose=0)
+
+    yield Case("gumbel_argmax", draw, 4 * scores.numel())
 
 
 def all_cases(kernels: KernelSet, rows: int, context: int) -> Iterator[Case]:

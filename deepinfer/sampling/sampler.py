@@ -141,7 +141,9 @@ def choose(
             owners = slots[rows]
             seeds = derived_seeds(state.seeds[owners], samples[rows])
             tempered = temper(scores[rows], owners, state)
-            token_ids[rows] = state.gumbel_argmax(tempered, seeds, positions[rows], purpose=purpose)
+            token_ids[rows] = state.gumbel_argmax(
+                tempered, seeds, positions[rows], torch.ones_like(tempered[:, 0]), purpose=purpose
+            )
     return token_ids.masked_fill_(failed, 0)
 
 

@@ -127,7 +127,8 @@ class RejectionVerifier:
             seeds = derived_seeds(state.seeds[slots], flat.samples[drawn])
             taken = _accept(target, proposed, drafts[drawn], seeds, positions)
             residual = _residual(target, proposed)
-            replaced = state.gumbel_argmax(residual.log(), seeds, positions, purpose=RESIDUAL_PURPOSE)
+            ones = torch.ones_like(residual[:, 0])
+            replaced = state.gumbel_argmax(residual.log(), seeds, positions, ones, purpose=RESIDUAL_PURPOSE)
             accepted[drawn] = taken
             token_ids[drawn] = torch.where(taken, drafts[drawn], replaced)
         return _conclude(token_ids, accepted, found.failed, flat)

@@ -75,16 +75,20 @@ def test_a_draw_is_the_same_alone_and_among_others() -> None:
     scores = torch.randn(300, 1001, generator=generator)  # more rows than one chunk
     seeds = torch.randint(0, 2**62, (300,), generator=generator)
     positions = torch.randint(0, 2**20, (300,), generator=generator)
-    together = gumbel_argmax(scores, seeds, positions, purpose=TOKEN_PURPOSE)
+    temperatures = torch.tensor([1.0, 0.5, 0.0]).repeat(100)
+    together = gumbel_argmax(scores, seeds, positions, temperatures, purpose=TOKEN_PURPOSE)
     alone = [
-        gumbel_argmax(scores[r : r + 1], seeds[r : r + 1], positions[r : r + 1], purpose=TOKEN_PURPOSE)
+        gumbel_argmax(*(part[r : r + 1] for part in (scores, seeds, positions, temperatures)), purpose=TOKEN_PURPOSE)
         for r in range(300)
     ]
+    assert torch.equal(together[2::3], scores[2::3].argmax(1))
+    hotter = gumbel_argmax(scores / 0.5, seeds, positions, torch.ones(300), purpose=TOKEN_PURPOSE)
+    assert torch.equal(hotter[1::3], together[1::3])
     assert torch.equal(together, torch.cat(alone))
 
 
 def test_one_remaining_id_is_drawn() -> None:
     scores = torch.full((64, 50), -torch.inf)
     scores[:, 33] = -1e30
-    drawn = gumbel_argmax(scores, torch.arange(64), torch.arange(64), purpose=TOKEN_PURPOSE)
+    drawn = gumbel_argmax(scores, torch.arange(64), torch.arange(64), torch.ones(64), purpose=TOKEN_PURPOSE)
     assert drawn.tolist() == [33] * 64

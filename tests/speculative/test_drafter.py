@@ -81,7 +81,7 @@ def test_draws_use_the_noise_of_their_position_and_temperature(independent: bool
     for row in range(BLOCK):
         scores = (base[row] + network.markov_bias(previous)) / 0.5
         purpose = DRAFT_PURPOSE + row if independent else 0
-        previous = gumbel_argmax(scores, torch.tensor([2]), torch.tensor([8 + row]), purpose=purpose)
+        previous = gumbel_argmax(scores, torch.tensor([2]), torch.tensor([8 + row]), torch.ones(1), purpose=purpose)
         assert drafts.token_ids[1, row] == previous
         if drafts.scores is not None:
             assert torch.equal(drafts.scores[1, row], scores[0])

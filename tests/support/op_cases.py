@@ -368,12 +368,18 @@ def check_sampling(bench: Bench) -> None:
     scores = bench.normal(rows, vocabulary, dtype=torch.float32, scale=2)
     scores[:, ::7] = -torch.inf
     seeds, positions = bench.integers(0, 2**62, rows), bench.integers(0, 2**40, rows)
-    own = bench.kernels.gumbel_argmax(scores, seeds, positions, purpose=3)
-    wanted = bench.reference.gumbel_argmax(scores, seeds, positions, purpose=3)
+    temperatures = torch.tensor([0.0, 1.0, 0.7], device=bench.device).repeat(rows)[:rows]
+    scores[0, 3] = scores[0, 5] = 50.0
+    own = bench.kernels.gumbel_argmax(scores, seeds, positions, temperatures, purpose=3)
+    wanted = bench.reference.gumbel_argmax(scores, seeds, positions, temperatures, purpose=3)
     assert int((own != wanted).sum()) <= rows // 50
+    assert torch.equal(own[::3], scores[::3].argmax(1))
+    assert int(own[0]) == 3
     one = torch.full((1, vocabulary), -torch.inf, device=bench.device)
     one[0, vocabulary - 1] = 0.0
-    assert int(bench.kernels.gumbel_argmax(one, seeds[:1], positions[:1], purpose=0)) == vocabulary - 1
+    for temperature in temperatures[:2].split(1):
+        drawn = bench.kernels.gumbel_argmax(one, seeds[:1], positions[:1], temperature, purpose=0)
+        assert int(drawn) == vocabulary - 1
 
 
 def check_batch_invariance(bench: Bench) -> None:

@@ -267,7 +267,10 @@ def _gumbel_argmax(bench: Bench) -> Run:
     scores = bench.normal(NUM_ROWS, bench.sizes.vocabulary, dtype=torch.float32)
     scores[:, ::7] = -torch.inf
     seeds, positions = bench.integers(0, 2**62, NUM_ROWS), bench.integers(0, 2**40, NUM_ROWS)
-    return lambda rows: [bench.kernels.gumbel_argmax(scores[rows], seeds[rows], positions[rows], purpose=3)]
+    temperatures = torch.full((NUM_ROWS,), 0.8, device=bench.device)
+    return lambda rows: [
+        bench.kernels.gumbel_argmax(scores[rows], seeds[rows], positions[rows], temperatures[rows], purpose=3)
+    ]
 
 
 CASES: dict[str, Callable[[Bench], Run]] = {

@@ -32,8 +32,10 @@ def _gumbel(word):
 
 
 @triton.jit
-def _better(score, word, token, inside, best, best_token):
-    value = tl.where(inside, score + _gumbel(word.to(tl.int64)), float("-inf"))
+def _better(score, temperature, word, token, inside, best, best_token):
+    divisor = tl.where(temperature == 0, 1.0, temperature)
+    noise = tl.where(temperature == 0, 0.0, _gumbel(word.to(tl.int64)))
+    value = tl.where(inside, tl.div_rn(score, divisor) + noise, float("-inf"))
     won = inside & ((value > best) | (best_token < 0))
     return tl.where(won, value, best), tl.where(won, token, best_token)
 
@@ -43,6 +45,7 @@ def _draw_kernel(
     scores_ptr,
     seeds_ptr,
     positions_ptr,
+    temperatures_ptr,
     best_ptr,
     token_ptr,
     vocabulary,
@@ -54,6 +57,7 @@ def _draw_kernel(
     """One program: one range of one row. A lane keeps the lowest token of its best value."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    temperature = tl.load(temperatures_ptr + row)
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = (((position >> 32) & 0xFFFFFF) | (PURPOSE << 24)).to(tl.uint32)
     best = tl.full((CALLS,), float("-inf"), tl.float32)
@@ -69,14 +73,14 @@ def _draw_kernel(
             inside = owned & (tokens + word < vocabulary)
             score = tl.load(row_ptr + word, mask=inside, other=float("-inf"))
             bits = a if word == 0 else (b if word == 1 else (c if word == 2 else d))
-            best, best_token = _better(score, bits, tokens + word, inside, best, best_token)
+            best, best_token = _better(score, temperature, bits, tokens + word, inside, best, best_token)
     largest = tl.max(best, 0)
     token = tl.min(tl.where((best == largest) & (best_token >= 0), best_token, 2147483647), 0)
     tl.store(best_ptr + row * SPLITS + split, largest)
     tl.store(token_ptr + row * SPLITS + split, tl.where(token == 2147483647, 0, token))
 
 
-def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, *, purpose: int) -> Tensor:
+def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, *, purpose: int) -> Tensor:
     """`ops.GumbelArgmax`. The noise is computed in float32: a draw can differ from the reference at a near-tie."""
     num_rows, vocabulary = scores.shape
     best = torch.empty(num_rows, _SPLITS, dtype=torch.float32, device=scores.device)
@@ -88,6 +92,7 @@ def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, *, purpose: 
         scores.contiguous(),
         seeds,
         positions,
+        temperatures,
         best,
         tokens,
         vocabulary,

@@ -62,16 +62,15 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, *, purpose: int, num_tokens: 
     return uniform.neg_().log1p_().neg_().log_().neg_().to(torch.float32)
 
 
-def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, *, purpose: int) -> Tensor:
+def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, *, purpose: int) -> Tensor:
     """`ops.GumbelArgmax`. A row's result does not depend on other rows."""
     num_tokens = scores.shape[1]
-    num_rows = max(1, _ELEMENTS_PER_CHUNK // num_tokens)
-    chunks = zip(scores.split(num_rows), seeds.split(num_rows), positions.split(num_rows), strict=True)
-    token_ids = [
-        gumbel_noise(seed, position, purpose=purpose, num_tokens=num_tokens).add_(score).argmax(dim=1)
-        for score, seed, position in chunks
-    ]
-    return torch.cat(token_ids)
+    token_ids = scores.argmax(dim=1)
+    drawing = temperatures.nonzero().flatten()
+    for rows in drawing.split(max(1, _ELEMENTS_PER_CHUNK // num_tokens)):
+        noise = gumbel_noise(seeds[rows], positions[rows], purpose=purpose, num_tokens=num_tokens)
+        token_ids[rows] = noise.add_(scores[rows] / temperatures[rows, None]).argmax(dim=1)
+    return token_ids
 
 
 IMPLEMENTATIONS = (implementation("gumbel_argmax", lambda _: gumbel_argmax),)
