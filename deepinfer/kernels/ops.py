@@ -97,7 +97,10 @@ class RecordFormats(Protocol):
 
 
 class StoreRows(Protocol):
-    """Write packed `records` uint8 [n, bytes] to rows `rows` [n] int64 (distinct) of `pool`, in place."""
+    """Write packed `records` uint8 [n, bytes] to rows `rows` [n] int64 of `pool`, in place.
+
+    The rows are distinct, but for -1: such a record is not written.
+    """
 
     def __call__(self, pool: Tensor, rows: Tensor, records: Tensor) -> None: ...
 
@@ -212,9 +215,22 @@ class EngramGate(Protocol):
 
 
 class PairCompress(Protocol):
-    """Mean of two tokens weighted by a softmax over the two, per channel: all [n, d] float32 -> [n, d] model dtype."""
+    """Mean of the two tokens of a pair, weighted by a softmax over the two, per channel -> [T, d] model dtype.
 
-    def __call__(self, first_value: Tensor, first_gate: Tensor, value: Tensor, gate: Tensor) -> Tensor: ...
+    `rows` [T, 2 d] float32: values, then gates. The pair of row t is t itself and the row before it in its sequence:
+    row `first_rows[t]` ([T] int64) of `stored` [n, 2 d] float32, or row t - 1 of `rows` where that is -1 (the result
+    for row 0 is undefined then).
+    """
+
+    def __call__(self, rows: Tensor, stored: Tensor, first_rows: Tensor) -> Tensor: ...
+
+
+class LocateEntries(Protocol):
+    """Pool rows int32 [T, k] of `entries` [T, k] int64 of each row's own sequence, see `PagedRows`; -1 stays -1."""
+
+    def __call__(
+        self, entries: Tensor, row_sequence: Tensor, block_table: Tensor, *, entries_per_block: int
+    ) -> Tensor: ...
 
 
 class IndexSelect(Protocol):
@@ -246,8 +262,9 @@ class SparseAttention(Protocol):
     """Attention of each row over rows named by number; keys and values are the same vectors.
 
     `query` [T, H, d] model dtype. `window_rows` [T, W] int64: below `len(ring)` a row of `ring` (uint8 records), else a
-    row of `step_records` (this step's own rows) after subtracting it; `main_rows` [T, k]: rows of `main`. -1 = no key,
-    allowed anywhere. `sink` float32 [H] only enters the denominator. A row without keys gives zeros.
+    row of `step_records` (this step's own rows) after subtracting it; `main_rows` [T, k] int32 or int64: rows of
+    `main`. -1 = no key, allowed anywhere. `sink` float32 [H] only enters the denominator. A row without keys gives
+    zeros.
     Returns [T, H, d] model dtype; probabilities are rounded to the model dtype before they meet the values.
     """
 
@@ -288,6 +305,7 @@ class ExpertMLP(Protocol):
 
     FP4 weights as released: `gate`, `up` uint8 [E, I, D/2], `down` uint8 [E, D, I/2] (low nibble = even column), scales
     E8M0 bytes per row and 32 columns; FP8 activations as in `QuantizedLinear`. The weight multiplies before `down`.
+    sum(tokens_per_expert) <= N: rows behind belong to nobody, and what comes back for them is undefined.
     Returns [N, D] model dtype.
     """
 
@@ -307,7 +325,7 @@ class CombineExperts(Protocol):
 
 
 class GumbelArgmax(Protocol):
-    """Draw one token id a row from softmax(scores / temperature): arg-max of the quotient + noise, ties to the lower id.
+    """Draw a token id a row from softmax(scores / temperature): arg-max of the quotient + noise, ties to the lower id.
 
     `scores` [R, V] float32, -inf for excluded ids; `temperatures` [R] float32: the quotient is a true float32 division,
     then the noise is added in float32; 0 means no noise and no division, the arg-max of the scores. `seeds`,

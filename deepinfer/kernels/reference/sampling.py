@@ -67,7 +67,9 @@ def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, temperatures
     num_tokens = scores.shape[1]
     token_ids = scores.argmax(dim=1)
     drawing = temperatures.nonzero().flatten()
-    for rows in drawing.split(max(1, _ELEMENTS_PER_CHUNK // num_tokens)):
+    num_rows = max(1, _ELEMENTS_PER_CHUNK // num_tokens)
+    for start in range(0, len(drawing), num_rows):
+        rows = drawing[start : start + num_rows]
         noise = gumbel_noise(seeds[rows], positions[rows], purpose=purpose, num_tokens=num_tokens)
         token_ids[rows] = noise.add_(scores[rows] / temperatures[rows, None]).argmax(dim=1)
     return token_ids
