@@ -18,12 +18,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from deepinfer import LLM, SamplingParams
 from deepinfer.actors.rank_actor import RankProgram
 from deepinfer.config import ClusterConfig, load_config, resolve
 from deepinfer.launcher import bring_up, read_status, take_down
 from deepinfer.launcher.ray_node import processes_of
 from deepinfer.launcher.record import ClusterRecord
+from deepinfer.llm import LLM, SamplingParams
 from deepinfer.log import set_up_logging
 from deepinfer.models.model_digest import model_digest
 from deepinfer.models.model_source import resolve_model

@@ -28,6 +28,7 @@ from deepinfer.protocol import (
     RankReady,
     RequestFailure,
     Role,
+    StepProfile,
 )
 from deepinfer.runtime.grammar_gate import GrammarGate
 from deepinfer.runtime.idle_meter import IdleMeter
@@ -38,6 +39,7 @@ from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.outbox import DecodeOutbox, PrefillOutbox
 from deepinfer.runtime.rank_metrics import RankMetrics
 from deepinfer.runtime.slot_masks import SlotMasks
+from deepinfer.runtime.step_profiler import StepProfiler
 from deepinfer.scheduler.request_state import failed_handover
 from deepinfer.scheduler.step_plan import StepOutput, StepPlan
 from deepinfer.scheduler.step_results import KVImport, Prefilled, StepResults
@@ -94,6 +96,7 @@ class RankEngine:
         self._outbox = self._prefill_outbox if parts.role == "prefill" else self._decode_outbox
         self._gate = GrammarGate(parts.compiler, parts.scheduler)
         self._masks = SlotMasks(parts.runner.max_drafts)
+        self._profiler = StepProfiler(parts.stream)
         self._in_flight: deque[InFlight] = deque()
         self._idle = IdleMeter()
         self._step_id = 0
@@ -145,6 +148,10 @@ class RankEngine:
             "parked": self._parked,
             "wake_id": self._wake_id,
         }
+
+    def profile(self, num_steps: int, wait_seconds: float) -> StepProfile | None:
+        """Profile the next steps; see `StepProfiler.take`."""
+        return self._profiler.take(num_steps, wait_seconds=wait_seconds)
 
     # ---- the step thread
 
@@ -228,6 +235,7 @@ class RankEngine:
         self._masks.admit(plan)
         if self._parts.planner is not None:
             plan.draft_budget = self._parts.planner.budget(plan)
+        self._profiler.begin_step(plan.step_id)
         start = self._stream.submit(lambda: self._parts.runner.start_step(plan))
         self._in_flight.append(StepInFlight(plan, start))
         self._observe("launched", plan.step_id)
@@ -243,6 +251,7 @@ class RankEngine:
             return
         masks = self._masks.build(entry.plan)
         entry.finish = self._stream.submit(lambda: self._parts.runner.finish_step(entry.plan, masks))
+        self._profiler.end_step()
         for slot, text in self._masks.take_failures():
             self._scheduler.fail_slot(slot, "grammar_error", text)
 
@@ -352,6 +361,7 @@ class RankEngine:
     def _park(self) -> None:
         """Wait, with no collective open, for a newer wake, for work, or for the order to stop."""
         self._scheduler.check_integrity()
+        self._profiler.pause()
         seen = self._wake_id
         self._parked = True
         while self._wake_id == seen and not self._has_work() and not self._inbox.stopping:
