@@ -26,9 +26,9 @@ from deepinfer.config import decode_config
 from deepinfer.errors import RankError
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.log import get_logger, phase, set_up_logging
-from deepinfer.protocol import DecodeBatch, DecodeResult, PrefillBatch, PrefillResult, RankReady, Role
+from deepinfer.protocol import DecodeBatch, DecodeResult, PrefillBatch, PrefillResult, RankReady, Role, StepProfile
 
-CONCURRENCY_GROUPS = {"loop": 1, "inbox": 1, "results": 1, "control": 1}
+CONCURRENCY_GROUPS = {"loop": 1, "inbox": 1, "results": 1, "control": 1, "profile": 1}
 # An idle rank answers this often: it is the heartbeat.
 HEARTBEAT_SECONDS = 2.0
 
@@ -60,6 +60,10 @@ class RankEngine(Protocol):
 
     def status(self) -> dict[str, Any]:
         """Return plain numbers, among them `step` and `parked`; any thread."""
+        ...
+
+    def profile(self, num_steps: int, wait_seconds: float) -> StepProfile | None:
+        """Profile the next steps; None when none ran within `wait_seconds`; any thread."""
         ...
 
 
@@ -237,6 +241,11 @@ class RankActor:
         """Return the phase and, once there is an engine, its numbers."""
         numbers = {} if self._engine is None else self._engine.status()
         return {"phase": self._phase, "kv_bytes_sent": self._channel.num_bytes, **numbers}
+
+    @ray.method(concurrency_group="profile")  # type: ignore[untyped-decorator]
+    def profile(self, num_steps: int, wait_seconds: float) -> StepProfile | None:
+        """Profile the next steps while all other calls go on; see `RankEngine.profile`."""
+        return self._loaded.profile(num_steps, wait_seconds)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def stop(self) -> None:
