@@ -2,94 +2,54 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 import psutil
 import torch
 
 from deepinfer.platforms.platform import MemoryInfo
+from deepinfer.platforms.worker import WorkerPiece, WorkerStream
 
 T = TypeVar("T")
-_CLOSE_SECONDS = 10.0
 
 
-class CpuPiece(Generic[T]):
+class CpuPiece(WorkerPiece[T]):
     """A piece of work of a `CpuStream`; see `platform.Piece`."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         """Wrap `work`; nothing runs yet."""
+        super().__init__(work)
         self.begin_seconds = 0.0
         self.end_seconds = 0.0
-        self._work: Callable[[], T] | None = work
-        self._finished = threading.Event()
-        self._value: T | None = None
-        self._error: BaseException | None = None
 
-    def run(self) -> BaseException | None:
-        """Run the work on the calling thread; returns what it raised."""
-        assert self._work is not None, "a piece runs once"
+    def _call(self, work: Callable[[], T]) -> T:
         self.begin_seconds = time.monotonic()
         try:
-            self._value = self._work()
-        except BaseException as error:
-            self._error = error
-        self.end_seconds = time.monotonic()
-        self._work = None
-        self._finished.set()
-        return self._error
-
-    def fail(self, error: BaseException) -> None:
-        """End the piece with `error` without running it."""
-        self._error = error
-        self._work = None
-        self._finished.set()
-
-    def done(self) -> bool:
-        """True when `result` does not wait any more."""
-        return self._finished.is_set()
-
-    def result(self) -> T:
-        """Wait for the piece and return what it returned, or raise what it raised."""
-        self._finished.wait()
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[return-value]
+            return work()
+        finally:
+            self.end_seconds = time.monotonic()
 
 
-class CpuStream:
+class CpuStream(WorkerStream):
     """An in-order executor on one daemon thread, whose torch operations use `num_threads` threads."""
 
     def __init__(self, name: str, *, num_threads: int) -> None:
         """Start the thread."""
+        super().__init__(name)
         self._num_threads = num_threads
-        self._pieces: queue.SimpleQueue[CpuPiece[Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> CpuPiece[T]:
         """Put `work` behind all earlier pieces; returns at once."""
         piece = CpuPiece(work)
-        self._pieces.put(piece)
+        self._put(piece)
         return piece
-
-    def close(self) -> None:
-        """Take no more pieces; waits until those submitted are done, 10 seconds at most."""
-        self._pieces.put(None)
-        self._thread.join(timeout=_CLOSE_SECONDS)
 
     def _work(self) -> None:
         torch.set_num_threads(self._num_threads)
-        broken: BaseException | None = None
-        while (piece := self._pieces.get()) is not None:
-            if broken is not None:
-                piece.fail(broken)
-            else:
-                broken = piece.run()
-            del piece  # its result may be large, and the next piece may be long in coming
+        self._run_all()
 
 
 class CpuPlatform:
@@ -97,6 +57,7 @@ class CpuPlatform:
 
     name = "cpu"
     device = torch.device("cpu")
+    has_graphs = False
 
     def __init__(self, *, num_threads: int) -> None:
         """Use `num_threads` threads within one operation."""
@@ -111,6 +72,15 @@ class CpuPlatform:
     def open_stream(self, name: str) -> CpuStream:
         """Return a new stream; `name` names its thread."""
         return CpuStream(name, num_threads=self._num_threads)
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Return `work` itself: there is nothing to save."""
+        return work
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Return 0 without running `work`: the host's memory is not counted so closely."""
+        del work
+        return 0
 
 
 def build_platform(*, num_threads: int) -> CpuPlatform:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 import torch
 
 from deepinfer.errors import ConfigError
 from deepinfer.log import get_logger
 from deepinfer.platforms.platform import MemoryInfo
+from deepinfer.platforms.worker import WorkerPiece, WorkerStream
 
 T = TypeVar("T")
-_CLOSE_SECONDS = 10.0
 _MIN_CUDA: Final = (12, 8)
 _TESTED: Final = ((9, 0),)
 _UNTESTED: Final = ((10, 0), (10, 3))  # the kernels are written for them, nobody has run them there
@@ -39,53 +37,30 @@ class CudaClock:
         return self._base_seconds + milliseconds / 1000
 
 
-class CudaPiece(Generic[T]):
+class CudaPiece(WorkerPiece[T]):
     """A piece of work of a `CudaStream`; see `platform.Piece`. It ends when the device has done it."""
 
-    def __init__(self, work: Callable[[], T]) -> None:
-        """Wrap `work`; nothing runs yet."""
-        self._work: Callable[[], T] | None = work
-        self._launched = threading.Event()
-        self._value: T | None = None
-        self._error: BaseException | None = None
+    def __init__(self, work: Callable[[], T], clock: Callable[[], CudaClock]) -> None:
+        """Wrap `work`; nothing runs yet. `clock` is asked on the thread that runs it."""
+        super().__init__(work)
+        self._find_clock = clock
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._clock: CudaClock | None = None
 
-    def run(self, clock: CudaClock) -> BaseException | None:
-        """Call the work on the calling thread, between two events of its stream; returns what it raised."""
-        assert self._work is not None, "a piece runs once"
+    def _call(self, work: Callable[[], T]) -> T:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        try:
-            begin.record()
-            self._value = self._work()
-            end.record()
-            self._clock, self._events = clock, (begin, end)
-        except BaseException as error:
-            self._error = error
-        self._work = None
-        self._launched.set()
-        return self._error
+        begin.record()
+        value = work()
+        end.record()
+        self._clock, self._events = self._find_clock(), (begin, end)
+        return value
 
-    def fail(self, error: BaseException) -> None:
-        """End the piece with `error` without running it."""
-        self._error = error
-        self._work = None
-        self._launched.set()
-
-    def done(self) -> bool:
-        """True when `result` does not wait any more."""
-        if not self._launched.is_set():
-            return False
+    def _has_ended(self) -> bool:
         return self._events is None or bool(self._events[1].query())
 
-    def result(self) -> T:
-        """Wait for the host's and the device's part, and return what the work returned, or raise what it raised."""
-        self._launched.wait()
-        if self._error is not None:
-            raise self._error
+    def _wait_for_end(self) -> None:
         assert self._events is not None, "launched without an error"
         self._events[1].synchronize()
-        return self._value  # type: ignore[return-value]
 
     @property
     def begin_seconds(self) -> float:
@@ -102,42 +77,34 @@ class CudaPiece(Generic[T]):
         return self._clock.seconds(event) if event.query() else 0.0
 
 
-class CudaStream:
+class CudaStream(WorkerStream):
     """A CUDA stream with a daemon thread that launches the pieces in order; the device may lag behind the thread."""
 
     def __init__(self, name: str, device: torch.device, *, num_threads: int) -> None:
         """Start the thread; what was launched on other streams before is done first."""
+        super().__init__(name)
         torch.cuda.synchronize(device)
         self._device, self._num_threads = device, num_threads
-        self._pieces: queue.SimpleQueue[CudaPiece[Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._clock: CudaClock | None = None
         self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> CudaPiece[T]:
         """Put `work` behind all earlier pieces; returns at once."""
-        piece = CudaPiece(work)
-        self._pieces.put(piece)
+        piece = CudaPiece(work, self._own_clock)
+        self._put(piece)
         return piece
 
-    def close(self) -> None:
-        """Take no more pieces; waits until those submitted are done, 10 seconds at most."""
-        self._pieces.put(None)
-        self._thread.join(timeout=_CLOSE_SECONDS)
+    def _own_clock(self) -> CudaClock:
+        assert self._clock is not None, "the thread makes it before the first piece"
+        return self._clock
 
     def _work(self) -> None:
         torch.set_num_threads(self._num_threads)
         torch.cuda.set_device(self._device)
         stream = torch.cuda.Stream(self._device)
-        broken: BaseException | None = None
         with torch.cuda.stream(stream):
-            clock = CudaClock()
-            while (piece := self._pieces.get()) is not None:
-                if broken is not None:
-                    piece.fail(broken)
-                else:
-                    broken = piece.run(clock)
-                del piece  # its result may be large, and the next piece may be long in coming
-            if broken is None:
+            self._clock = CudaClock()
+            if self._run_all() is None:
                 stream.synchronize()
 
 
@@ -145,11 +112,13 @@ class NvidiaPlatform:
     """The first visible GPU; see `platform.Platform`."""
 
     name = "nvidia"
+    has_graphs = True
 
     def __init__(self, device: torch.device, *, num_threads: int) -> None:
         """Use `device`, and `num_threads` threads within one operation on the host."""
         self.device = device
         self._num_threads = num_threads
+        self._pool = torch.cuda.graph_pool_handle()
 
     def memory_info(self) -> MemoryInfo:
         """Return the GPU's memory; what torch keeps for reuse counts as free."""
@@ -161,6 +130,34 @@ class NvidiaPlatform:
     def open_stream(self, name: str) -> CudaStream:
         """Return a new stream; `name` names its thread."""
         return CudaStream(name, self.device, num_threads=self._num_threads)
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Run `work` once, so that its kernels are compiled, then record it as a CUDA graph.
+
+        All graphs share one pool of memory: only one of them may run at a time, in one stream.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        work()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # other threads of the process may look at events meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            result = work()
+
+        def replay() -> T:
+            graph.replay()
+            return result
+
+        return replay
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Run `work` and return how much more memory it held at its peak than before."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before_bytes = torch.cuda.memory_allocated(self.device)
+        work()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before_bytes
 
 
 def check_build(cuda_version: str | None) -> None:

@@ -69,10 +69,14 @@ class Stream(Protocol):
 
 
 class Platform(Protocol):
-    """One accelerator: its device, memory and streams."""
+    """One accelerator: its device, memory, streams and graphs.
+
+    `has_graphs`: `capture` saves launches, so that it pays to run work of a few fixed shapes.
+    """
 
     name: str
     device: torch.device
+    has_graphs: bool
 
     def memory_info(self) -> MemoryInfo:
         """Return the device's memory as it is now."""
@@ -80,6 +84,19 @@ class Platform(Protocol):
 
     def open_stream(self, name: str) -> Stream:
         """Return a new stream; `name` names its thread."""
+        ...
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Return what does `work` again: the same operations on the same tensors, whatever these hold by then.
+
+        To be called, like what it returns, on the thread of one stream. `work` may be run, reads and writes tensors
+        that stay where they are, and neither waits for the device nor has shapes that depend on it. What the returned
+        function returns is overwritten by its next call.
+        """
+        ...
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Return how much device memory `work` needs beside what is held already, by running it; 0: not known."""
         ...
 
 

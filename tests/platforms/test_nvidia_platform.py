@@ -72,8 +72,8 @@ def test_times_of_a_piece_that_nobody_waits_for_are_known_once_a_later_one_is_do
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", VirtualEvent)
     clock = CudaClock()
-    pieces = [CudaPiece(lambda: 7), CudaPiece(lambda: 8)]
-    assert [piece.run(clock) for piece in pieces] == [None, None]
+    pieces = [CudaPiece(lambda: 7, lambda: clock), CudaPiece(lambda: 8, lambda: clock)]
+    assert [piece.run() for piece in pieces] == [None, None]
     assert [(piece.begin_seconds, piece.end_seconds) for piece in pieces] == [(0.0, 0.0)] * 2
     assert not pieces[0].done()
     assert pieces[1].result() == 8
@@ -84,8 +84,8 @@ def test_times_of_a_piece_that_nobody_waits_for_are_known_once_a_later_one_is_do
 
 def test_a_piece_that_raises_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", VirtualEvent)
-    piece = CudaPiece(lambda: 1 // 0)
-    assert isinstance(piece.run(CudaClock()), ZeroDivisionError)
+    piece = CudaPiece(lambda: 1 // 0, CudaClock)
+    assert isinstance(piece.run(), ZeroDivisionError)
     assert piece.done()
     assert (piece.begin_seconds, piece.end_seconds) == (0.0, 0.0)
 
@@ -112,6 +112,29 @@ def test_a_failed_piece_breaks_the_stream() -> None:
         with pytest.raises(ZeroDivisionError):
             piece.result()
     stream.close()
+
+
+@pytest.mark.gpu
+def test_a_graph_does_its_work_again_on_what_the_tensors_hold_then() -> None:
+    platform = load_platform("nvidia")
+    stream = platform.open_stream("test")
+    data, total = torch.ones(8, device=platform.device), torch.zeros(8, device=platform.device)
+    replays = [
+        stream.submit(lambda factor=factor: platform.capture(lambda: total.add_(data * factor) * 2))
+        for factor in (1, 10)
+    ]
+    one, ten = (replay.result() for replay in replays)
+    stream.submit(lambda: (total.zero_(), data.fill_(3))).result()
+    assert stream.submit(lambda: one().clone()).result().tolist() == [6.0] * 8
+    assert stream.submit(lambda: ten().clone()).result().tolist() == [66.0] * 8
+    assert stream.submit(lambda: one().clone()).result().tolist() == [72.0] * 8
+    stream.close()
+
+
+@pytest.mark.gpu
+def test_the_peak_of_some_work() -> None:
+    platform = load_platform("nvidia")
+    assert platform.peak_bytes(lambda: torch.empty(1 << 28, dtype=torch.uint8, device=platform.device)) == 1 << 28
 
 
 @pytest.mark.gpu

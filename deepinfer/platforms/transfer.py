@@ -1,0 +1,25 @@
+"""Copies between host and device that nobody waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return `array` on `device`; the caller gives it up.
+
+    The copy stands in the current stream. torch keeps the pinned memory until it has happened.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `tensor` in host memory, which holds it once the current stream has come that far."""
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
