@@ -9,9 +9,13 @@ from deepinfer.distributed.token_dispatcher import Dispatched
 
 
 class LocalDispatcher:
-    """See `token_dispatcher.TokenDispatcher`; `Dispatched.handle` is (places, (T, K))."""
+    """See `token_dispatcher.TokenDispatcher`; `Dispatched.handle` is (places [T * K], expert ids [T, K]).
+
+    Nothing depends on how many ids are -1: N is always T * K.
+    """
 
     batch_invariant = True
+    capturable = True
 
     def __init__(self, num_experts: int) -> None:
         """Serve `num_experts` logical experts."""
@@ -22,15 +26,14 @@ class LocalDispatcher:
     def dispatch(self, rows: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
         """Order the rows of all tokens by expert."""
         places, counts = order_by_expert(expert_ids, num_experts=self._num_experts)
-        num_tokens, num_columns = expert_ids.shape
         return Dispatched(
-            rows=rows[places // num_columns],
+            rows=rows[places // expert_ids.shape[1]],
             weights=weights.flatten()[places],
             tokens_per_expert=counts,
-            handle=(places, (num_tokens, num_columns)),
+            handle=(places, expert_ids),
         )
 
     def combine(self, expert_rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """Put the experts' rows back to their tokens."""
-        places, shape = dispatched.handle
-        return return_rows(expert_rows, places, shape)
+        places, expert_ids = dispatched.handle
+        return return_rows(expert_rows, places, expert_ids)

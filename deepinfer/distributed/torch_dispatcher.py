@@ -18,7 +18,7 @@ class _Route:
     """How one dispatch went, for the way back. `order` [N]: arrival -> place in `Dispatched.rows`."""
 
     places: torch.Tensor
-    shape: tuple[int, int]
+    expert_ids: torch.Tensor
     send: list[int]
     receive: list[int]
     order: torch.Tensor
@@ -32,6 +32,7 @@ class TorchDispatcher:
     """
 
     batch_invariant = True
+    capturable = False
 
     def __init__(self, group: Group, num_experts: int) -> None:
         """Spread `num_experts` logical experts over the ranks of `group`; only the device thread uses it."""
@@ -51,6 +52,7 @@ class TorchDispatcher:
         arriving = self._exchange_counts(counts)
         send = [int(part.sum()) for part in counts.split(self._sizes())]
         receive = [int(total) for total in arriving.sum(dim=1)]
+        places = places[: sum(send)]
         payload = _join(rows[places // expert_ids.shape[1]], weights.flatten()[places])
         arrived = self._group.all_to_all(payload, send=send, receive=receive)
         order = _expert_major(arriving)
@@ -59,7 +61,7 @@ class TorchDispatcher:
             rows=arrived_rows,
             weights=arrived_weights,
             tokens_per_expert=arriving.sum(dim=0),
-            handle=_Route(places, (expert_ids.shape[0], expert_ids.shape[1]), send, receive, order),
+            handle=_Route(places, expert_ids, send, receive, order),
         )
 
     def combine(self, expert_rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
@@ -68,7 +70,7 @@ class TorchDispatcher:
         by_source = torch.empty_like(expert_rows)
         by_source[route.order] = expert_rows
         returned = self._group.all_to_all(by_source, send=route.receive, receive=route.send)
-        return return_rows(returned, route.places, route.shape)
+        return return_rows(returned, route.places, route.expert_ids)
 
     def _sizes(self) -> list[int]:
         return [end - start for start, end in zip(self._starts, self._starts[1:], strict=False)]
