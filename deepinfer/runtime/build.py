@@ -40,6 +40,7 @@ from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.rank_engine import EngineParts, RankEngine, StepObserver
 from deepinfer.runtime.rank_metrics import RankMetrics
 from deepinfer.runtime.slot_table import SlotTable
+from deepinfer.runtime.stand_in import StandIn
 from deepinfer.runtime.stop_checkers import make_stop_checker
 from deepinfer.scheduler.sampling_params import bad_word_ids
 from deepinfer.scheduler.step_scheduler import StepScheduler
@@ -74,6 +75,7 @@ class _Builder:
     directory: Path
     platform: Platform
     on_phase: Callable[[str], None]
+    stand_in: StandIn | None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -89,7 +91,7 @@ class _Builder:
 
     def meet(self, store_address: tuple[str, int] | None) -> ProcessGroups | None:
         """Form the process groups; None for a single rank, which needs none."""
-        if self.num_ranks == 1:
+        if self.num_ranks == 1 or self.stand_in is not None:
             return None
         assert store_address is not None, "several ranks need rank 0's store"
         host_name, port = store_address
@@ -112,14 +114,15 @@ class _Builder:
             batch_invariant=config.determinism.batch_invariant,
             overrides=config.kernels.overrides,
         )
-        spec = load_spec(self.directory)
+        stand_in, directory = self.stand_in, self.directory
+        spec = load_spec(directory) if stand_in is None else stand_in.spec
         num_drafts = num_draft_tokens(config.speculative, spec, num_ranks=self.num_ranks)
         return _Loaded(
             spec=spec,
-            tokenizer=Tokenizer.from_directory(self.directory),
+            tokenizer=Tokenizer.from_directory(directory) if stand_in is None else stand_in.tokenizer,
             kernels=kernels,
             model=spec.load(
-                self.directory,
+                directory,
                 kernels=kernels,
                 device=self.platform.device,
                 rank=self.rank,
@@ -127,7 +130,7 @@ class _Builder:
                 drafts=draft_use(self.role, num_drafts),
                 keep_tokens=self._keep_tokens(spec),
             ),
-            digest=model_digest(self.directory),
+            digest=model_digest(directory) if stand_in is None else spec.name,
             kv_groups=spec.kv_groups(kernels, tokens_per_block=config.cache.block_size, with_drafts=num_drafts > 0),
             max_model_len=_max_model_len(spec, config.model.max_model_len),
             num_drafts=num_drafts,
@@ -167,7 +170,8 @@ class _Builder:
         def spell_bad_words(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
             return bad_word_ids(params.bad_words, tokenizer)
 
-        dispatcher = open_dispatcher(groups, num_experts=spec.num_experts)
+        dispatchers = partial(open_dispatcher, groups) if self.stand_in is None else self.stand_in.dispatchers
+        dispatcher = dispatchers(spec.num_experts)
         if self.config.determinism.batch_invariant and not dispatcher.batch_invariant:
             raise ConfigError(
                 f"{type(dispatcher).__name__}, which carries rows to experts here, is not batch-invariant; set false",
@@ -201,7 +205,7 @@ class _Builder:
                 loaded.model.draft_network,
                 table,
                 caches=caches,
-                groups=groups,
+                dispatchers=dispatchers,
                 make_drafter=make_drafter,
             ),
         )
@@ -281,15 +285,17 @@ def build_rank_engine(
     on_phase: Callable[[str], None],
     observe_step: StepObserver | None = None,
     make_drafter: MakeDrafter | None = None,
+    stand_in: StandIn | None = None,
 ) -> RankEngine:
     """Return rank `rank` of `num_ranks` of `role`, ready to run.
 
     `config` is resolved. `store_address` is rank 0's store (`process_groups.open_store`); None only for a single rank.
     `on_phase` is told the name of each phase as it begins. `make_drafter` replaces the model's own drafter (for tests).
+    With `stand_in` the rank reads no files and meets nobody (for benchmarks); all else is as in a job.
     Raises ConfigError, CheckpointError or RankError.
     """
     platform = load_platform(config.accelerator)
-    builder = _Builder(config, role, rank, num_ranks, Path(model_directory), platform, on_phase)
+    builder = _Builder(config, role, rank, num_ranks, Path(model_directory), platform, on_phase, stand_in)
     with builder.phase(f"meeting {num_ranks} ranks"):
         groups = builder.meet(store_address)
     with builder.phase("loading weights"):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from deepinfer.config import SpeculativeConfig
-from deepinfer.distributed.dispatchers import open_dispatcher
 from deepinfer.distributed.process_groups import ProcessGroups
+from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.errors import ConfigError
 from deepinfer.log import get_logger
 from deepinfer.models.model_spec import DraftNetwork, DraftUse, ModelSpec
@@ -67,10 +67,13 @@ def build_speculation(
     table: SlotTable,
     *,
     caches: Any,
-    groups: ProcessGroups | None,
+    dispatchers: Callable[[int], TokenDispatcher],
     make_drafter: MakeDrafter | None,
 ) -> Speculation:
-    """Return what verifies and drafts on `table`; `make_drafter` replaces the model's drafter."""
+    """Return what verifies and drafts on `table`; `make_drafter` replaces the model's drafter.
+
+    `dispatchers(num_experts)` gives the draft stages' own dispatcher.
+    """
     is_rejection = config.verifier == "rejection"
     verifier = RejectionVerifier() if is_rejection else SharedNoiseVerifier()
     drafter: Drafter | None = None
@@ -81,7 +84,7 @@ def build_speculation(
             network,
             max_drafts=table.max_drafts,
             caches=caches,
-            dispatcher=open_dispatcher(groups, num_experts=network.num_experts),
+            dispatcher=dispatchers(network.num_experts),
             state=table.sampling,
             independent=is_rejection,
         )
