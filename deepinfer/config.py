@@ -21,6 +21,7 @@ import yaml
 from deepinfer.errors import ConfigError
 
 Accelerator = Literal["auto", "cpu", "nvidia", "ascend"]
+TablePlace = Literal["host", "sharded"]
 MAX_DRAFT_TOKENS = 5  # of the released model's draft block
 DEFAULT_MODEL = "deepseek-ai/DeepSeek-V4.1-Flash-1017"
 
@@ -69,22 +70,31 @@ class RayConfig(_Section, frozen=True, kw_only=True):
 
 
 class PrefillConfig(_Section, frozen=True, kw_only=True):
-    """The prefill group. `ranks` None: 2 on CPU, 1 on a single GPU. `max_running`: prompts in work on one rank."""
+    """The prefill group. `ranks` None: 2 on CPU, 1 on a single GPU. `max_running`: prompts in work on one rank.
+
+    `ngram_tables` host: the checkpoint's files, mapped, one copy in the memory of a node for all its ranks. sharded:
+    spread over the devices of the group's ranks.
+    """
 
     ranks: int | None = None
     ranks_per_node: int | None = None
     attention: Literal["dp", "cp"] = "dp"
     max_running: int = 16
     max_tokens_per_step: int = 2048
+    ngram_tables: TablePlace = "host"
 
 
 class DecodeConfig(_Section, frozen=True, kw_only=True):
-    """The decode group. `ranks` None: 4 on CPU, 1 on a single GPU. `max_running`: sequences running on one rank."""
+    """The decode group. `ranks` None: 4 on CPU, 1 on a single GPU. `max_running`: sequences running on one rank.
+
+    `ngram_tables`: see the prefill group.
+    """
 
     ranks: int | None = None
     ranks_per_node: int | None = None
     max_running: int = 64
     redundant_experts: int = 0
+    ngram_tables: TablePlace = "host"
 
 
 class CacheConfig(_Section, frozen=True, kw_only=True):

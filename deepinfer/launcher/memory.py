@@ -7,20 +7,17 @@ from pathlib import Path
 
 import psutil
 
-from deepinfer.config import DEFAULT_MODEL, ClusterConfig
+from deepinfer.config import ClusterConfig
 from deepinfer.errors import ConfigError
 from deepinfer.kernels.registry import select_kernels
-from deepinfer.models.deepseek_v41.config import ModelConfig
-from deepinfer.models.deepseek_v41.config_file import read_config
-from deepinfer.models.deepseek_v41.memory_need import memory_needed
-from deepinfer.models.deepseek_v41.released import released_config
-from deepinfer.models.deepseek_v41.spec import DeepseekV41Spec
-from deepinfer.models.deepseek_v41.tensor_table import DraftShare, Part
 from deepinfer.models.model_source import TINY_MODEL, resolve_model
-from deepinfer.runtime.build_drafts import draft_bytes_per_slot
+from deepinfer.models.model_spec import ModelSpec
+from deepinfer.models.registry import load_spec, released_spec
+from deepinfer.protocol import Role
+from deepinfer.runtime.build_drafts import draft_bytes_per_slot, draft_use
 from deepinfer.runtime.device_memory import CPU_CACHE_BYTES, size_caches
 
-_EXPERTS = Part.ROUTED_EXPERT
+_ROLES: tuple[Role, ...] = ("prefill", "decode")
 # FP8 codes with one float32 a block of 128 x 128, over FP4 codes with a byte a group of 32.
 _FP8_OVER_FP4 = (1 + 4 / (128 * 128)) / (1 / 2 + 1 / 32)
 
@@ -30,6 +27,7 @@ class RoleMemory:
     """One rank of a role, in bytes. `num_tokens`: how many tokens its cache holds.
 
     `recast_bytes`: what the routed experts take more when a backend recasts them to FP8 (DeepGEMM on Hopper).
+    `host_table_bytes`: n-gram tables in host memory, once a node.
     """
 
     role: str
@@ -39,6 +37,7 @@ class RoleMemory:
     num_tokens: int
     recast_bytes: int
     device_bytes: int | None
+    host_table_bytes: int
 
     @property
     def needed_bytes(self) -> int:
@@ -51,66 +50,70 @@ class RoleMemory:
         return None if self.device_bytes is None else self.device_bytes - self.needed_bytes
 
 
-def model_config(config: ClusterConfig) -> ModelConfig:
-    """Return the model's configuration without downloading anything: of a directory, the tiny or the released model."""
-    path = config.model.path
-    if path == DEFAULT_MODEL:
-        return released_config()
-    if path == TINY_MODEL or Path(path).expanduser().is_dir():
-        return read_config(resolve_model(path, revision=None, cache_dir=Path(config.cache_dir)))
-    raise ConfigError(f"{path} is not on this machine, so its sizes are not known", path="model.path")
+def rank_memory(config: ClusterConfig, *, directory: Path | None = None) -> list[RoleMemory]:
+    """Return the memory of a rank of each role. `config` is resolved; `directory` holds the checkpoint, if known.
 
-
-def rank_memory(config: ClusterConfig) -> list[RoleMemory]:
-    """Return the memory of a rank of each role. `config` is resolved.
-
-    Raises ConfigError with the sums when a device can't hold it, naming role and cure.
+    Nothing is downloaded. Raises ConfigError with the sums when a device can't hold it, naming role and cure.
     """
-    model = model_config(config)
+    spec = _spec(config, directory)
     device_bytes = config.cache.device_bytes
     if device_bytes is not None:
         device_bytes //= config.ranks_per_device or 1
     if config.accelerator == "cpu" and device_bytes is None:
         num_ranks = (config.prefill.ranks or 1) + (config.decode.ranks or 1)
         device_bytes = psutil.virtual_memory().total // num_ranks
-    return [_role_memory(config, model, role, device_bytes) for role in ("prefill", "decode")]
+    return [_role_memory(config, spec, role, device_bytes) for role in _ROLES]
 
 
-def _role_memory(config: ClusterConfig, model: ModelConfig, role: str, device_bytes: int | None) -> RoleMemory:
+def check_fits(config: ClusterConfig, directory: Path) -> None:
+    """Raise ConfigError, before anything is started, when a rank can't fit. `config` is resolved.
+
+    Devices whose memory is not known here are left to the ranks, which ask them before they read any weights.
+    """
+    if config.cache.device_bytes is not None or (config.accelerator == "cpu" and config.ray.provider == "local"):
+        rank_memory(config, directory=directory)
+
+
+def _spec(config: ClusterConfig, directory: Path | None) -> ModelSpec:
+    path = config.model.path
+    if directory is not None:
+        return load_spec(directory)
+    known = released_spec(path)
+    if known is not None:
+        return known
+    if path == TINY_MODEL or Path(path).expanduser().is_dir():
+        return load_spec(resolve_model(path, revision=None, cache_dir=Path(config.cache_dir)))
+    raise ConfigError(f"{path} is not on this machine, so its sizes are not known", path="model.path")
+
+
+def _role_memory(config: ClusterConfig, spec: ModelSpec, role: Role, device_bytes: int | None) -> RoleMemory:
     section = config.prefill if role == "prefill" else config.decode
     num_ranks = section.ranks or 1
-    has_drafts = config.speculative.max_draft_tokens > 0 and model.num_draft_stages > 0
-    draft = None
-    if has_drafts:
-        draft = DraftShare(_largest_share(model.dspark_n_routed_experts, num_ranks) if role == "decode" else None)
-    experts = (_largest_share(model.n_routed_experts, num_ranks),) * model.num_layers
-    weights = memory_needed(model, expert_ids=experts, draft=draft).device
-    cache_bytes, num_tokens = _cache(config, model, role, sum(weights.values()), device_bytes, has_drafts=has_drafts)
+    num_drafts = min(config.speculative.max_draft_tokens, spec.draft_block_size)
+    need = spec.weight_bytes(num_ranks=num_ranks, drafts=draft_use(role, num_drafts), tables=section.ngram_tables)
+    weights, experts = need.device, need.experts
+    cache_bytes, num_tokens = _cache(config, spec, role, sum(weights.values()), device_bytes, num_drafts=num_drafts)
     is_recast = config.accelerator == "nvidia" and config.kernels.overrides.get("expert_mlp") in (None, "deep_gemm")
-    extra = int(weights[_EXPERTS] * (_FP8_OVER_FP4 - 1)) if is_recast else 0
-    memory = RoleMemory(role, num_ranks, weights, cache_bytes, num_tokens, extra, device_bytes)
+    extra = int(weights[experts] * (_FP8_OVER_FP4 - 1)) if is_recast else 0
+    memory = RoleMemory(role, num_ranks, weights, cache_bytes, num_tokens, extra, device_bytes, need.host_tables)
     if memory.left_bytes is not None and memory.left_bytes < 0:
         raise ConfigError(
             f"a {role} rank needs {_gib(memory.needed_bytes)} (weights {_gib(sum(weights.values()))}, of these "
-            f"{_EXPERTS} {_gib(weights[_EXPERTS])}, cache {_gib(cache_bytes)}), its device has "
+            f"{experts} {_gib(weights[experts])}, cache {_gib(cache_bytes)}), its device has "
             f"{_gib(memory.needed_bytes + memory.left_bytes)}; use more ranks or a smaller cache.memory_bytes",
             path=f"{role}.ranks",
         )
     return memory
 
 
-def _largest_share(num_experts: int, num_ranks: int) -> tuple[int, ...]:
-    return tuple(range(-(-num_experts // num_ranks)))
-
-
 def _cache(
     config: ClusterConfig,
-    model: ModelConfig,
-    role: str,
+    spec: ModelSpec,
+    role: Role,
     weight_bytes: int,
     device_bytes: int | None,
     *,
-    has_drafts: bool,
+    num_drafts: int,
 ) -> tuple[int, int]:
     """Return the bytes of a rank's caches and how many tokens they hold."""
     budget = config.cache.memory_bytes
@@ -126,14 +129,13 @@ def _cache(
         budget = int(max(0, device_bytes - weight_bytes) * config.cache.memory_fraction)
     # All backends keep the records of the reference, so its sizes hold on every device.
     kernels = select_kernels("cpu", numerics=config.kernels.numerics, batch_invariant=False, overrides={})
-    groups = DeepseekV41Spec(model).kv_groups(kernels, tokens_per_block=config.cache.block_size, with_drafts=has_drafts)
-    num_drafts = config.speculative.max_draft_tokens if has_drafts else 0
+    groups = spec.kv_groups(kernels, tokens_per_block=config.cache.block_size, with_drafts=num_drafts > 0)
     size = size_caches(
         groups,
         budget_bytes=budget,
         max_running=config.prefill.max_running if role == "prefill" else config.decode.max_running,
-        max_model_len=min(config.model.max_model_len or model.max_position_embeddings, model.max_position_embeddings),
-        draft_bytes_per_slot=draft_bytes_per_slot(config.speculative, num_drafts, model.vocab_size),
+        max_model_len=min(config.model.max_model_len or spec.max_model_len, spec.max_model_len),
+        draft_bytes_per_slot=draft_bytes_per_slot(config.speculative, num_drafts, spec.vocab_size),
     )
     num_tokens = min(
         (size.num_blocks[group.name] - 1) * group.tokens_per_block for group in groups if group.kind == "paged"

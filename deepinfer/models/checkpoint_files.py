@@ -1,15 +1,14 @@
-"""Safetensors files of a checkpoint directory: where each tensor's bytes are, and reading just those bytes.
+"""Safetensors files of a checkpoint directory: where each tensor's bytes are; `checkpoint_reads` reads them.
 
 Format facts: a file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, data_offsets) and
-the data; several files are joined by `model.safetensors.index.json` (`weight_map`: name -> file). Bytes are read with
-`preadv` straight into torch tensors, because numpy has no FP8 types.
+the data; several files are joined by `model.safetensors.index.json` (`weight_map`: name -> file).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
+import mmap
 import warnings
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +34,6 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_MAX_READ_BYTES = 1 << 30  # Linux reads at most 2 GiB a call
 
 
 class Deviation(msgspec.Struct, frozen=True):
@@ -48,6 +46,14 @@ class Deviation(msgspec.Struct, frozen=True):
         return f"{self.name}: {self.message}"
 
 
+class FileRange(msgspec.Struct, frozen=True):
+    """`num_bytes` bytes from the offset `begin` of `file`."""
+
+    file: Path
+    begin: int
+    num_bytes: int
+
+
 class TensorEntry(msgspec.Struct, frozen=True):
     """Where one tensor lies: `num_bytes` bytes from the absolute offset `begin` of `file`, row-major."""
 
@@ -58,9 +64,28 @@ class TensorEntry(msgspec.Struct, frozen=True):
     begin: int
     num_bytes: int
 
+    @property
+    def source(self) -> FileRange:
+        """All of its bytes."""
+        return FileRange(self.file, self.begin, self.num_bytes)
+
+    def rows(self, first_row: int, num_rows: int) -> FileRange:
+        """The bytes of rows `first_row` .. `first_row + num_rows - 1`."""
+        assert 0 <= first_row <= first_row + num_rows <= self.shape[0], (self.name, first_row, num_rows, self.shape)
+        row_bytes = self.num_bytes // self.shape[0]
+        return FileRange(self.file, self.begin + first_row * row_bytes, num_rows * row_bytes)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Return memory for the tensor: the dtype of `DTYPES`, so E8M0 and FP4 are bytes."""
+        return torch.empty(self.shape, dtype=DTYPES[self.dtype], device=device)
+
+    def empty_rows(self, num_rows: int, device: torch.device) -> torch.Tensor:
+        """Return memory for so many of its rows."""
+        return torch.empty((num_rows, *self.shape[1:]), dtype=DTYPES[self.dtype], device=device)
+
 
 class CheckpointFiles:
-    """The tensors of a checkpoint by name. Files are opened for each read and nothing is kept in memory."""
+    """The tensors of a checkpoint by name. Files are opened for each use and nothing is kept in memory."""
 
     def __init__(self, directory: Path, entries: dict[str, TensorEntry]) -> None:
         self.directory = directory
@@ -71,62 +96,42 @@ class CheckpointFiles:
         """The safetensors files, sorted by name."""
         return sorted({entry.file for entry in self.entries.values()})
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor on the CPU: the dtype of `DTYPES`, so E8M0 and FP4 arrive as bytes."""
-        entry = self._entry(name)
-        out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        self.read_into(name, out)
-        return out
-
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out` (contiguous, on the CPU, same dtype and shape) with one tensor."""
-        entry = self._entry(name)
-        assert tuple(out.shape) == entry.shape, (name, out.shape, entry.shape)
-        assert out.dtype == DTYPES[entry.dtype], (name, out.dtype, entry.dtype)
-        _read_bytes(entry.file, entry.begin, out, name)
-
-    def read_head(self, name: str, max_bytes: int) -> bytes:
-        """Return the first bytes of a tensor, `max_bytes` at most."""
-        entry = self._entry(name)
-        with entry.file.open("rb") as file:
-            file.seek(entry.begin)
-            return file.read(min(max_bytes, entry.num_bytes))
-
-    def read_rows(self, name: str, first_row: int, num_rows: int) -> torch.Tensor:
-        """Return rows `first_row` .. `first_row + num_rows - 1` of a tensor, reading no others."""
-        begin, shape, dtype = self._rows(name, first_row, num_rows)
-        out = torch.empty(shape, dtype=dtype)
-        _read_bytes(self._entry(name).file, begin, out, name)
-        return out
-
-    def map_rows(self, name: str, first_row: int, num_rows: int) -> torch.Tensor:
-        """Return the same rows as a memory map of the file: pages are read when touched and shared by all processes.
-
-        Read-only: writing to the tensor ends the process. (A writable private map of a table larger than the memory
-        would be refused by Linux's overcommit rule.)
-        """
-        begin, shape, dtype = self._rows(name, first_row, num_rows)
-        if num_rows == 0:
-            return torch.empty(shape, dtype=dtype)
-        file, num_bytes = self._entry(name).file, math.prod(shape) * dtype.itemsize
-        assert begin % dtype.itemsize == 0, (name, begin)
-        data = np.memmap(file, dtype=np.uint8, mode="r", offset=begin, shape=(num_bytes,))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(data).view(dtype).view(shape)
-
-    def _rows(self, name: str, first_row: int, num_rows: int) -> tuple[int, tuple[int, ...], torch.dtype]:
-        entry = self._entry(name)
-        assert 0 <= first_row <= first_row + num_rows <= entry.shape[0], (name, first_row, num_rows, entry.shape)
-        dtype = DTYPES[entry.dtype]
-        row_bytes = math.prod(entry.shape[1:]) * dtype.itemsize
-        return entry.begin + first_row * row_bytes, (num_rows, *entry.shape[1:]), dtype
-
-    def _entry(self, name: str) -> TensorEntry:
+    def entry(self, name: str) -> TensorEntry:
+        """Return where a tensor lies; raises `CheckpointError` when there is none of that name."""
         try:
             return self.entries[name]
         except KeyError:
             raise CheckpointError(f"tensor {name} is missing in {self.directory}") from None
+
+    def read_head(self, name: str, max_bytes: int) -> bytes:
+        """Return the first bytes of a tensor, `max_bytes` at most."""
+        entry = self.entry(name)
+        with entry.file.open("rb") as file:
+            file.seek(entry.begin)
+            return file.read(min(max_bytes, entry.num_bytes))
+
+    def map(self, name: str) -> torch.Tensor:
+        """Return a tensor as a memory map of its file: pages are read when touched and shared by all processes.
+
+        Read-only: writing to the tensor ends the process. (A writable private map of a table larger than the memory
+        would be refused by Linux's overcommit rule.) The kernel is told that accesses are random, so that a row that
+        is not in memory costs a page and not a read-ahead.
+        """
+        entry = self.entry(name)
+        dtype = DTYPES[entry.dtype]
+        assert entry.begin % dtype.itemsize == 0, (name, entry.begin)
+        if entry.num_bytes == 0:
+            return entry.empty(torch.device("cpu"))
+        skipped = entry.begin % mmap.ALLOCATIONGRANULARITY
+        with entry.file.open("rb") as file:
+            pages = mmap.mmap(
+                file.fileno(), skipped + entry.num_bytes, prot=mmap.PROT_READ, offset=entry.begin - skipped
+            )
+        pages.madvise(mmap.MADV_RANDOM)
+        data = np.frombuffer(pages, dtype=np.uint8, count=entry.num_bytes, offset=skipped)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(data).view(dtype).view(entry.shape)
 
 
 def open_checkpoint(directory: Path) -> CheckpointFiles:
@@ -276,17 +281,3 @@ def _overlaps(path: Path, entries: list[TensorEntry]) -> list[Deviation]:
         for first, second in itertools.pairwise(ordered)
         if first.begin + first.num_bytes > second.begin
     ]
-
-
-def _read_bytes(path: Path, begin: int, out: torch.Tensor, name: str) -> None:
-    """Fill the memory of `out` from byte `begin` of the file; raises `CheckpointError` when the file is too short."""
-    assert out.is_contiguous(), name
-    assert out.device.type == "cpu", name
-    view = out.view(-1).view(torch.uint8).numpy().data
-    with path.open("rb", buffering=0) as file:
-        done = 0
-        while done < len(view):
-            count = os.preadv(file.fileno(), [view[done : done + _MAX_READ_BYTES]], begin + done)
-            if count == 0:
-                raise CheckpointError(f"tensor {name}: {path} ended after {done} of {len(view)} bytes")
-            done += count

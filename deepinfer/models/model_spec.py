@@ -12,11 +12,25 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from deepinfer.config import TablePlace
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.kv_cache.kv_groups import KVGroup
+from deepinfer.models.checkpoint_reads import NodePlace, OnProgress
 
 DraftUse = Literal["off", "keep", "draft"]  # nothing; keep what a drafting rank will need of a context; draft as well
+
+
+@dataclass(slots=True, frozen=True)
+class WeightBytes:
+    """What one rank's weights take: `device` by part of the model, of which `experts` is the part of routed experts.
+
+    `host_tables`: n-gram tables in host memory, once for all ranks of a node.
+    """
+
+    device: dict[str, int]
+    experts: str
+    host_tables: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -183,6 +197,10 @@ class ModelSpec(Protocol):
         """
         ...
 
+    def weight_bytes(self, *, num_ranks: int, drafts: DraftUse, tables: TablePlace) -> WeightBytes:
+        """What the largest of `num_ranks` ranks takes."""
+        ...
+
     def load(
         self,
         directory: Path,
@@ -193,9 +211,13 @@ class ModelSpec(Protocol):
         num_ranks: int,
         drafts: DraftUse,
         keep_tokens: int | None = None,
+        tables: TablePlace = "host",
+        place: NodePlace | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Model:
         """Load what rank `rank` of `num_ranks` expert-parallel ranks needs; raises CheckpointError.
 
-        `keep_tokens`: of a prompt, only that many last tokens run at full depth; None: all.
+        `keep_tokens`: of a prompt, only that many last tokens run at full depth; None: all. `place`: which of the
+        group's ranks on its node it is; None: the only one. `tables`: see `config.PrefillConfig`.
         """
         ...

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from deepinfer import __version__
-from deepinfer.config import ClusterConfig
+from deepinfer.config import ClusterConfig, DecodeConfig, PrefillConfig
 from deepinfer.distributed.dispatchers import open_dispatcher
 from deepinfer.distributed.process_groups import ProcessGroups
 from deepinfer.distributed.step_sync import GroupStepSync, LocalStepSync
@@ -35,8 +35,10 @@ from deepinfer.runtime.build_drafts import (
     num_draft_tokens,
 )
 from deepinfer.runtime.device_memory import CacheSize, cache_budget, size_caches
+from deepinfer.runtime.load_progress import LoadReporter
 from deepinfer.runtime.measure_costs import Room
 from deepinfer.runtime.model_runner import ModelRunner
+from deepinfer.runtime.node_place import find_place
 from deepinfer.runtime.rank_engine import EngineParts, RankEngine, StepObserver
 from deepinfer.runtime.rank_metrics import RankMetrics
 from deepinfer.runtime.slot_table import SlotTable
@@ -87,7 +89,11 @@ class _Builder:
     @property
     def max_running(self) -> int:
         """Prompts or sequences in work at once."""
-        return self.config.prefill.max_running if self.role == "prefill" else self.config.decode.max_running
+        return self._section.max_running
+
+    @property
+    def _section(self) -> PrefillConfig | DecodeConfig:
+        return self.config.prefill if self.role == "prefill" else self.config.decode
 
     def meet(self, store_address: tuple[str, int] | None) -> ProcessGroups | None:
         """Form the process groups; None for a single rank, which needs none."""
@@ -105,8 +111,8 @@ class _Builder:
             timeout_seconds=self.config.scheduler.step_timeout_seconds,
         )
 
-    def load(self) -> _Loaded:
-        """Choose kernels and load weights."""
+    def load(self, groups: ProcessGroups | None) -> _Loaded:
+        """Choose kernels and load weights; a collective."""
         config = self.config
         kernels = select_kernels(
             self.platform.name,
@@ -129,6 +135,9 @@ class _Builder:
                 num_ranks=self.num_ranks,
                 drafts=draft_use(self.role, num_drafts),
                 keep_tokens=self._keep_tokens(spec),
+                tables=self._section.ngram_tables,
+                place=find_place(groups),
+                on_progress=LoadReporter(self.on_phase, get_logger(f"{self.role}-{self.rank}").info),
             ),
             digest=model_digest(directory) if stand_in is None else spec.name,
             kv_groups=spec.kv_groups(kernels, tokens_per_block=config.cache.block_size, with_drafts=num_drafts > 0),
@@ -299,7 +308,7 @@ def build_rank_engine(
     with builder.phase(f"meeting {num_ranks} ranks"):
         groups = builder.meet(store_address)
     with builder.phase("loading weights"):
-        loaded = builder.load()
+        loaded = builder.load(groups)
     with builder.phase("allocating caches"):
         size = builder.size(loaded)
         runner = builder.runner(loaded, size, groups, make_drafter)

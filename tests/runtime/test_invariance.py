@@ -115,20 +115,25 @@ def test_forced_preemption(directory: Path) -> None:
     assert found == answers(directory, requests, "scheduler.asynchronous=false", sizes=(1, 1))
 
 
-def _answer_share(place: RankPlace, argument: tuple[str, list[list[Request]]]) -> dict[int, Bits]:
-    directory, shares = Path(argument[0]), argument[1]
-    ranks = [build_tiny_rank(role, directory, INVARIANT, place=place) for role in ("prefill", "decode")]
+def _answer_share(place: RankPlace, argument: tuple[str, list[list[Request]], str]) -> dict[int, Bits]:
+    directory, shares, tables = Path(argument[0]), *argument[1:]
+    ranks = [
+        build_tiny_rank(role, directory, INVARIANT, f"{role}.ngram_tables={tables}", place=place)
+        for role in ("prefill", "decode")
+    ]
     found, num_preemptions = answer_bits(*ranks, shares[place.rank], place=place)
     assert num_preemptions == 0
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks(directory: Path, alone: dict[int, Bits], num_ranks: int) -> None:
-    """Experts spread over ranks; the last rank has no request of its own."""
+@pytest.mark.parametrize(
+    ("num_ranks", "tables"), [(2, "host"), (2, "sharded"), pytest.param(4, "sharded", marks=pytest.mark.slow)]
+)
+def test_ranks(directory: Path, alone: dict[int, Bits], num_ranks: int, tables: str) -> None:
+    """Experts spread over ranks, n-gram tables mapped or spread as well; the last rank has no request of its own."""
     requests = watched() + company(3)
     shares = [requests[rank :: num_ranks - 1] for rank in range(num_ranks - 1)] + [[]]
-    results = run_processes(_answer_share, num_ranks, (str(directory), shares))
+    results = run_processes(_answer_share, num_ranks, (str(directory), shares, tables))
     assert _watched_only({index: bits for part in results for index, bits in part.items()}) == alone
 
 

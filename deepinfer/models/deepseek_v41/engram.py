@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.engram_constants import EngramConstants
+from deepinfer.models.deepseek_v41.engram_shards import fetch_rows
 from deepinfer.models.deepseek_v41.weight_types import EngramWeights
 from deepinfer.models.model_spec import ForwardInputs
 
@@ -30,10 +32,8 @@ class Engram:
     def __init__(
         self, config: ModelConfig, weights: EngramWeights, constants: EngramConstants, kernels: KernelSet
     ) -> None:
-        table = weights.table
-        assert table.first_row == 0, f"the whole table is needed here, this share starts at {table.first_row}"
-        assert len(table.weight) == table.num_rows, f"{len(table.weight)} of {table.num_rows} table rows are here"
-        self.table, self.kernels, self.epsilon = table, kernels, config.rms_norm_eps
+        self.table, self.kernels, self.epsilon = weights.table, kernels, config.rms_norm_eps
+        self.num_experts = config.n_routed_experts
         self.memory_weight = kernels.quantized_linear.prepare(weights.wkv.weight, weights.wkv.scale)
         self.query_weight, self.key_weight = weights.q_weight, weights.k_weight
         device = weights.q_weight.device
@@ -41,10 +41,17 @@ class Engram:
         self.primes = torch.tensor(constants.primes, dtype=torch.int64, device=device)
         self.offsets = torch.tensor(constants.offsets, dtype=torch.int64, device=device)
 
-    def __call__(self, streams: Tensor, history: Tensor) -> Tensor:
-        """Return `streams` [T, M, D] with the memory of `history` [T, N] added."""
+    def __call__(self, streams: Tensor, history: Tensor, dispatcher: TokenDispatcher) -> Tensor:
+        """Return `streams` [T, M, D] with the memory of `history` [T, N] added; a collective when tables are spread."""
         kernels = self.kernels
         rows = kernels.engram_rows(history, self.multipliers, self.primes, self.offsets)
-        found = kernels.engram_lookup(rows, self.table.weight, self.table.scale)
-        memory = kernels.quantized_linear(found, self.memory_weight)
+        memory = kernels.quantized_linear(self.look_up(rows, dispatcher), self.memory_weight)
         return kernels.engram_gate(streams, memory, self.query_weight, self.key_weight, epsilon=self.epsilon)
+
+    def look_up(self, rows: Tensor, dispatcher: TokenDispatcher) -> Tensor:
+        """Return the table's rows `rows` [T, R] side by side: [T, R * width] model dtype."""
+        table = self.table
+        if len(table.weight) == table.num_rows:
+            return self.kernels.engram_lookup(rows, table.weight, table.scale)
+        codes, scale = fetch_rows(rows.flatten(), table, dispatcher, num_experts=self.num_experts)
+        return self.kernels.engram_lookup(torch.arange(rows.numel(), device=rows.device).view_as(rows), codes, scale)

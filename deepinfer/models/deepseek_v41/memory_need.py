@@ -12,25 +12,25 @@ import psutil
 import torch
 
 from deepinfer.errors import ConfigError
+from deepinfer.models.checkpoint_reads import STAGING_BYTES
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.tensor_table import DraftShare, Part, TensorSpec, rank_tensors, tensor_table
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _CURES: Final = {
     "device": "Use more ranks, so that each holds fewer experts, or devices with more memory",
-    "host": "Use more hosts or larger ones; n-gram tables that are mapped, not read, need none",
+    "host": "Use more hosts or larger ones",
 }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes of one rank: `device` holds weights by part, `host` the n-gram tables, by the names of `Part`.
+    """Bytes of one rank: weights by part, by the names of `Part`.
 
-    `staging_bytes`: the largest host buffer on its way to a device. On the CPU nothing is staged and all is one memory.
+    `staging_bytes`: host buffers on the way to another device. On the CPU nothing is staged.
     """
 
-    device: dict[str, int]
-    host: dict[str, int]
+    weights: dict[str, int]
     staging_bytes: int
 
 
@@ -47,24 +47,25 @@ def memory_needed(
     *,
     expert_ids: tuple[tuple[int, ...], ...],
     draft: DraftShare | None = None,
-    num_engram_shares: int = 1,
-    map_engram: bool = True,
+    num_table_shares: int | None = None,
 ) -> MemoryNeed:
     """Return what a rank takes that holds the logical experts `expert_ids[layer]` and one share of the n-gram tables.
 
-    `draft` is its share of the draft stages.
-    Mapped tables count nothing: their pages belong to the file cache and can be dropped.
+    `draft` is its share of the draft stages. `num_table_shares` None: the tables are mapped and count nothing, since
+    their pages belong to the file cache and can be dropped.
     """
-    device: Counter[str] = Counter()
-    host: Counter[str] = Counter()
-    buffers: Counter[str] = Counter()  # the experts of a layer are read into one stack per kind of tensor
+    weights: Counter[str] = Counter()
     for spec in rank_tensors(tensor_table(config).values(), expert_ids, draft):
         if spec.part is not Part.ENGRAM_TABLE:
-            device[spec.part] += spec.num_bytes
-            buffers[spec.name.replace(f".experts.{spec.expert}.", ".experts.")] += spec.num_bytes
-        elif not map_engram:
-            host[spec.part] += _largest_share(spec, num_engram_shares)
-    return MemoryNeed(dict(device), dict(host), max(buffers.values()))
+            weights[spec.part] += spec.num_bytes
+        elif num_table_shares is not None:
+            weights[spec.part] += _largest_share(spec, num_table_shares)
+    return MemoryNeed(dict(weights), STAGING_BYTES)
+
+
+def table_bytes(config: ModelConfig) -> int:
+    """Return what all n-gram tables take."""
+    return sum(spec.num_bytes for spec in tensor_table(config).values() if spec.part is Part.ENGRAM_TABLE)
 
 
 def free_memory(device: torch.device) -> FreeMemory:
@@ -84,11 +85,10 @@ def check_memory(need: MemoryNeed, free: FreeMemory, *, ranks_per_host: int = 1)
     `ranks_per_host` ranks are taken to load on this host at the same time, each with its own device.
     """
     if free.device_bytes is None:
-        _require("host", Counter(need.device) + Counter(need.host), free.host_bytes, ranks_per_host)
+        _require("host", need.weights, free.host_bytes, ranks_per_host)
         return
-    _require("device", need.device, free.device_bytes, 1)
-    staged = Counter(need.host) + Counter({"buffers on their way to the device": need.staging_bytes})
-    _require("host", staged, free.host_bytes, ranks_per_host)
+    _require("device", need.weights, free.device_bytes, 1)
+    _require("host", {"buffers on their way to the device": need.staging_bytes}, free.host_bytes, ranks_per_host)
 
 
 def _require(place: str, parts: Mapping[str, int], free_bytes: int, num_ranks: int) -> None:

@@ -60,7 +60,7 @@ class Layer:
     ) -> tuple[Tensor, Tensor]:
         """Return the streams [T, M, D] behind this layer and the `pre` [T, M] for the next; with `cut` [K, ...]."""
         if self.engram is not None:
-            streams = self.engram(streams, history)
+            streams = self.engram(streams, history, inputs.dispatcher)
         streams, pre = self.around_attention(
             streams,
             pre,

@@ -7,17 +7,21 @@ from pathlib import Path
 
 import torch
 
+from deepinfer.config import TablePlace
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.kv_cache.kv_groups import KVGroup
+from deepinfer.models.checkpoint_reads import NodePlace, OnProgress
 from deepinfer.models.deepseek_v41.caches import cache_groups, cache_layout
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.config_file import read_config
+from deepinfer.models.deepseek_v41.memory_need import memory_needed, table_bytes
 from deepinfer.models.deepseek_v41.model import DeepseekV41
+from deepinfer.models.deepseek_v41.released import released_config
 from deepinfer.models.deepseek_v41.replay import prompt_keep_tokens
-from deepinfer.models.deepseek_v41.tensor_table import DraftShare
+from deepinfer.models.deepseek_v41.tensor_table import DraftShare, Part
 from deepinfer.models.deepseek_v41.token_map import read_token_map
-from deepinfer.models.deepseek_v41.weights import load_weights
-from deepinfer.models.model_spec import DraftUse
+from deepinfer.models.deepseek_v41.weights import TableShare, load_weights
+from deepinfer.models.model_spec import DraftUse, WeightBytes
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,6 +70,21 @@ class DeepseekV41Spec:
         """See `model_spec.ModelSpec`; by default window + 12."""
         return prompt_keep_tokens(self.config, wanted, max_draft_tokens=max_draft_tokens)
 
+    def weight_bytes(self, *, num_ranks: int, drafts: DraftUse, tables: TablePlace) -> WeightBytes:
+        """See `model_spec.ModelSpec`."""
+
+        def largest(num_experts: int) -> tuple[int, ...]:
+            return tuple(range(-(-num_experts // num_ranks)))
+
+        need = memory_needed(
+            self.config,
+            expert_ids=(largest(self.num_experts),) * self.config.num_layers,
+            draft=_draft_share(drafts, largest(self.num_draft_experts)),
+            num_table_shares=num_ranks if tables == "sharded" else None,
+        )
+        host_tables = table_bytes(self.config) if tables == "host" else 0
+        return WeightBytes(need.weights, Part.ROUTED_EXPERT, host_tables)
+
     def load(
         self,
         directory: Path,
@@ -76,21 +95,24 @@ class DeepseekV41Spec:
         num_ranks: int,
         drafts: DraftUse,
         keep_tokens: int | None = None,
+        tables: TablePlace = "host",
+        place: NodePlace | None = None,
+        on_progress: OnProgress | None = None,
     ) -> DeepseekV41:
         """See `model_spec.ModelSpec`; rank r holds the experts r * E // R .. (r + 1) * E // R - 1 of every layer."""
 
         def share(num_experts: int) -> tuple[int, ...]:
             return tuple(range(rank * num_experts // num_ranks, (rank + 1) * num_experts // num_ranks))
 
-        draft = None
-        if drafts != "off":
-            draft = DraftShare(share(self.num_draft_experts) if drafts == "draft" else None)
         weights = load_weights(
             directory,
             self.config,
             expert_ids=(share(self.num_experts),) * self.config.num_layers,
             device=device,
-            draft=draft,
+            draft=_draft_share(drafts, share(self.num_draft_experts)),
+            table_share=TableShare(rank, num_ranks) if tables == "sharded" else None,
+            place=place,
+            on_progress=on_progress,
         )
         token_map = torch.from_numpy(read_token_map(directory, self.config)).to(device, torch.int64)
         return DeepseekV41(self.config, weights, token_map, kernels, keep_tokens=keep_tokens)
@@ -99,3 +121,12 @@ class DeepseekV41Spec:
 def build_spec(directory: Path) -> DeepseekV41Spec:
     """Read `config.json`; raises `ConfigError` naming the field that is wrong."""
     return DeepseekV41Spec(read_config(directory))
+
+
+def build_released_spec() -> DeepseekV41Spec:
+    """Return the spec of the released model, whose files need not be there."""
+    return DeepseekV41Spec(released_config())
+
+
+def _draft_share(drafts: DraftUse, expert_ids: tuple[int, ...]) -> DraftShare | None:
+    return None if drafts == "off" else DraftShare(expert_ids if drafts == "draft" else None)

@@ -119,7 +119,7 @@ class EngramTable:
     """A share of one layer's n-gram table: rows `first_row` .. `first_row + len(weight) - 1` of `num_rows`.
 
     `weight` float8_e4m3fn [rows, engram dim], `scale` uint8 [rows, engram dim / 32], one per row and 32 columns.
-    On the CPU, also for a rank with another device: tables are gathered from host memory.
+    A whole table lies in host memory, also for a rank with another device; a share lies on the rank's device.
     """
 
     weight: Tensor

@@ -1,18 +1,22 @@
 """Loads what one rank needs of a checkpoint into the typed tree of `weight_types`.
 
 Formats are kept as released; promotions (router and head to float32, `wo_a` to bfloat16, ...) are the model's.
-Everything is checked before the first byte of data is read: all names, dtypes and shapes, then the free memory.
+Everything is checked before the first byte of data is read: all names, dtypes and shapes, then the free memory. Then
+the tree is made of empty tensors, and all of them are filled in one go, in the order of the files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from pathlib import Path
 
 import torch
 
-from deepinfer.models.checkpoint_files import CheckpointFiles, open_checkpoint, raise_first
+from deepinfer.log import get_logger
+from deepinfer.models.checkpoint_files import CheckpointFiles, FileRange, TensorEntry, open_checkpoint, raise_first
+from deepinfer.models.checkpoint_reads import NodePlace, OnProgress, Read, read_ahead, read_all
 from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.models.deepseek_v41.engram_shards import rows_of_share
 from deepinfer.models.deepseek_v41.memory_need import FreeMemory, check_memory, free_memory, memory_needed
 from deepinfer.models.deepseek_v41.tensor_check import compare_tensors
 from deepinfer.models.deepseek_v41.tensor_table import DraftShare, tensor_table
@@ -33,6 +37,16 @@ from deepinfer.models.deepseek_v41.weight_types import (
     Weights,
 )
 
+_LOGGER = get_logger("weights")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TableShare:
+    """Which rows of the n-gram tables a rank holds on its device: the `index`-th of `num_shares` equal runs."""
+
+    index: int
+    num_shares: int
+
 
 def load_weights(
     directory: Path,
@@ -41,65 +55,87 @@ def load_weights(
     expert_ids: tuple[tuple[int, ...], ...],
     device: torch.device,
     draft: DraftShare | None = None,
-    engram_share: tuple[int, int] = (0, 1),
-    map_engram: bool = True,
+    table_share: TableShare | None = None,
     free: FreeMemory | None = None,
-    ranks_per_host: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
+    place: NodePlace | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Weights:
     """Return the weights of a rank that holds the logical experts `expert_ids[layer]` of each backbone layer.
 
     `draft` is its share of the draft stages, None to leave them out.
-    `engram_share` (i, n): this rank gets the i-th of n equal runs of rows of each n-gram table, always on the CPU;
-    with `map_engram` as a memory map of the file, which all ranks of a host share, else read. `free` replaces the
-    measured free memory. `on_progress(done, total)` is called after each layer.
+    `table_share`: its rows of the n-gram tables, on its device. None: all of them, as a memory map of the files, which
+    all processes of a node share; they are read into the node's memory first if they fit.
+    `place`: which of its group's ranks on this node it is; `free` replaces the measured free memory.
     Raises `CheckpointError` naming the first tensor that is missing, unexpected or of a wrong dtype or shape (draft
     stages included, loaded or not), and `ConfigError` when memory is too small.
     """
     assert len(expert_ids) == config.num_layers, (len(expert_ids), config.num_layers)
+    place, free = place or NodePlace(), free or free_memory(device)
     files = open_checkpoint(directory)
     raise_first(directory, compare_tensors(files, tensor_table(config)))
-    need = memory_needed(
-        config, expert_ids=expert_ids, draft=draft, num_engram_shares=engram_share[1], map_engram=map_engram
-    )
-    check_memory(need, free or free_memory(device), ranks_per_host=ranks_per_host)
-    loader = _Loader(files, config, device, engram_share, map_engram)
-    layers = []
-    for layer, ids in enumerate(expert_ids):
-        layers.append(loader.layer(layer, ids))
-        if on_progress is not None:
-            on_progress(layer + 1, config.num_layers)
-    rings, drafting = (None, None) if draft is None else loader.draft(draft)
-    return Weights(
-        embed=loader.tensor("embed.weight"),
-        head=loader.tensor("head.weight"),
-        norm=loader.tensor("norm.weight"),
-        layers=tuple(layers),
-        draft_rings=rings,
-        draft=drafting,
-    )
+    num_shares = None if table_share is None else table_share.num_shares
+    need = memory_needed(config, expert_ids=expert_ids, draft=draft, num_table_shares=num_shares)
+    check_memory(need, free, ranks_per_host=place.num_ranks)
+    loader = _Loader(files, config, device, table_share)
+    weights = loader.tree(expert_ids, draft)
+    # A node that has room for the whole checkpoint keeps it: a restart, or the other role's ranks, find it in memory.
+    keeps_all = free.host_bytes > sum(entry.num_bytes for entry in files.entries.values())
+    read_all(loader.reads, place=place, drops_own=not keeps_all, on_progress=on_progress)
+    _read_tables_ahead(loader.tables, free_memory(device), place, on_progress)
+    return weights
+
+
+def _read_tables_ahead(
+    tables: list[FileRange], free: FreeMemory, place: NodePlace, on_progress: OnProgress | None
+) -> None:
+    """Bring mapped tables into memory, where look-ups take nanoseconds and not the storage's time, if they fit."""
+    size = sum(table.num_bytes for table in tables)
+    if size > free.host_bytes:
+        _LOGGER.warning(
+            "the n-gram tables have %.0f GiB, %.0f GiB of host memory are free: look-ups will wait for the storage; "
+            "use hosts with more memory, or ngram_tables: sharded",
+            size / 2**30,
+            free.host_bytes / 2**30,
+        )
+        return
+    if tables:
+        read_ahead(tables, place=place, on_progress=on_progress)
 
 
 class _Loader:
-    """Reads tensors by name and builds the parts of the tree."""
+    """Builds the parts of the tree from empty tensors and notes what has to be read into each."""
 
     def __init__(
-        self,
-        files: CheckpointFiles,
-        config: ModelConfig,
-        device: torch.device,
-        engram_share: tuple[int, int],
-        map_engram: bool,
+        self, files: CheckpointFiles, config: ModelConfig, device: torch.device, table_share: TableShare | None
     ) -> None:
+        self.reads: list[Read] = []
+        self.tables: list[FileRange] = []  # that are mapped
         self._files = files
         self._config = config
         self._device = device
-        self._engram_share = engram_share
-        self._map_engram = map_engram
+        self._table_share = table_share
+
+    def tree(self, expert_ids: tuple[tuple[int, ...], ...], draft: DraftShare | None) -> Weights:
+        """All of a rank."""
+        layers = tuple(self.layer(layer, ids) for layer, ids in enumerate(expert_ids))
+        rings, drafting = (None, None) if draft is None else self.draft(draft)
+        return Weights(
+            embed=self.tensor("embed.weight"),
+            head=self.tensor("head.weight"),
+            norm=self.tensor("norm.weight"),
+            layers=layers,
+            draft_rings=rings,
+            draft=drafting,
+        )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor on the rank's device."""
-        return self._files.read(name).to(self._device)
+        """One tensor on the rank's device; every rank reads it."""
+        out = self._files.entry(name).empty(self._device)
+        self._note(name, out, is_shared=True)
+        return out
+
+    def _note(self, name: str, out: torch.Tensor, *, is_shared: bool) -> None:
+        self.reads.append(Read(name, self._files.entry(name).source, out, is_shared))
 
     def layer(self, layer: int, expert_ids: tuple[int, ...]) -> LayerWeights:
         """All of one backbone layer."""
@@ -210,11 +246,11 @@ class _Loader:
 
     def _stack(self, stem: str, name: str, expert_ids: tuple[int, ...]) -> torch.Tensor:
         """One tensor of each expert, stacked: uint8 [E, ...]. Expert 0 exists always and gives the shape."""
-        shape = self._files.entries[f"{stem}.0.{name}"].shape
-        out = torch.empty((len(expert_ids), *shape), dtype=torch.uint8)
-        for place, expert in enumerate(expert_ids):
-            self._files.read_into(f"{stem}.{expert}.{name}", out[place])
-        return out.to(self._device)
+        shape = self._files.entry(f"{stem}.0.{name}").shape
+        out = torch.empty((len(expert_ids), *shape), dtype=torch.uint8, device=self._device)
+        for row, expert in enumerate(expert_ids):
+            self._note(f"{stem}.{expert}.{name}", out[row], is_shared=False)
+        return out
 
     def _engram(self, stem: str) -> EngramWeights:
         return EngramWeights(
@@ -225,16 +261,15 @@ class _Loader:
         )
 
     def _engram_table(self, stem: str) -> EngramTable:
-        num_rows = self._files.entries[f"{stem}.weight"].shape[0]
-        first, end = engram_rows(num_rows, self._engram_share)
-        read = self._files.map_rows if self._map_engram else self._files.read_rows
-        weight, scale = (read(f"{stem}.{kind}", first, end - first) for kind in ("weight", "scale"))
-        return EngramTable(weight, scale, first_row=first, num_rows=num_rows)
+        weight, scale = (self._files.entry(f"{stem}.{kind}") for kind in ("weight", "scale"))
+        num_rows = weight.shape[0]
+        if self._table_share is None:
+            self.tables += [weight.source, scale.source]
+            return EngramTable(self._files.map(weight.name), self._files.map(scale.name), 0, num_rows)
+        first, end = rows_of_share(num_rows, self._table_share.index, self._table_share.num_shares)
+        return EngramTable(self._rows(weight, first, end), self._rows(scale, first, end), first, num_rows)
 
-
-def engram_rows(num_rows: int, share: tuple[int, int]) -> tuple[int, int]:
-    """Return the half-open run of table rows of share (i, n); all runs but the last ones have equal length."""
-    index, num_shares = share
-    assert 0 <= index < num_shares, share
-    length = -(-num_rows // num_shares)
-    return min(index * length, num_rows), min((index + 1) * length, num_rows)
+    def _rows(self, entry: TensorEntry, first: int, end: int) -> torch.Tensor:
+        out = entry.empty_rows(end - first, self._device)
+        self.reads.append(Read(entry.name, entry.rows(first, end - first), out, is_shared=False))
+        return out
