@@ -305,25 +305,15 @@ class RankReady(_Struct, frozen=True, kw_only=True, tag="rank_ready"):
     version: str
 
 
-class OpTime(_Struct, frozen=True, kw_only=True):
-    """One operation of a profile: of the host, or a kernel of the device; `seconds` without those it called."""
-
-    name: str
-    on_device: bool
-    num_calls: int
-    seconds: float
-
-
 class StepProfile(_Struct, frozen=True, kw_only=True):
     """What a rank's profiler saw of `num_steps` steps in `seconds`.
 
-    `trace` is a gzipped Chrome trace. `ops`: the device's first, by descending time.
+    `trace` is a gzipped Chrome trace.
     """
 
     num_steps: int
     seconds: float
     trace: bytes
-    ops: tuple[OpTime, ...]
 
 
 Message = PrefillBatch | PrefillResult | DecodeBatch | DecodeResult | RequestBatch | OutputBatch | RankReady

@@ -9,6 +9,7 @@ import enum
 import json
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +18,7 @@ import typer
 from rich.console import Console
 
 from deepinfer.actors.rank_actor import RankProgram
-from deepinfer.cli.cluster_tables import memory_table, rank_table
+from deepinfer.cli.cluster_tables import memory_table, op_table, rank_table
 from deepinfer.cli.main import interrupt, run_app
 from deepinfer.cli.options import AsJson, Settings, Verbose, log_level, read_config
 from deepinfer.config import ClusterConfig
@@ -25,6 +26,7 @@ from deepinfer.errors import ClusterError
 from deepinfer.launcher import ClusterRecord, bring_up, connected, read_logs, read_status, take_down
 from deepinfer.launcher.kuberay import render_kuberay
 from deepinfer.launcher.memory import rank_memory
+from deepinfer.launcher.profiles import profile_ranks
 from deepinfer.launcher.providers import render_ray
 from deepinfer.log import set_up_logging
 from deepinfer.models.model_digest import model_digest
@@ -150,6 +152,44 @@ def logs(
         for name, text in read_logs(config, which=rank, num_lines=num_lines):
             for line in text.splitlines():
                 print(f"{name}: {line}")
+
+
+@app.command()
+def profile(
+    file: ConfigFile,
+    rank: Annotated[str, typer.Option("--rank", metavar="N", help="prefill-0, decode-3, or N for both roles' rank N.")],
+    num_steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps.")] = 5,
+    folder: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where the traces go.")] = Path(),
+    wait_seconds: Annotated[float, typer.Option("--wait-seconds", min=0, help="How long to wait for steps.")] = 60.0,
+    settings: Settings = None,
+    verbose: Verbose = False,
+) -> None:
+    """Record a rank's next steps with torch's profiler, while jobs go on: a Chrome trace, and a table by operation.
+
+    Example: deepinfer-cluster profile cluster_configs/cpu-tiny.yaml --rank decode-0 --steps 20
+    """
+    config = _read(file, settings, verbose=verbose, default_level="warning")
+    with connected(config) as record:
+        if record is None:
+            raise ClusterError(f"the engine {config.name} is not up: bring it up with deepinfer-cluster up {file}")
+        profiles = profile_ranks(config, which=rank, num_steps=num_steps, wait_seconds=wait_seconds)
+    console = Console()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, taken in profiles.items():
+        if taken is None:
+            continue
+        path = folder / f"{config.name}-{name}-{time.strftime('%Y%m%d-%H%M%S')}.trace.json.gz"
+        path.write_bytes(taken.trace)
+        console.print(op_table(name, taken))
+        if taken.num_steps < num_steps:
+            print(f"{name} had work for {taken.num_steps} of {num_steps} steps only")
+        print(f"trace: {path.resolve()} ({len(taken.trace):,} bytes); open it in https://ui.perfetto.dev")
+    idle = [name for name, taken in profiles.items() if taken is None]
+    if idle:
+        raise ClusterError(
+            f"{' and '.join(idle)} ran no step for {wait_seconds:g} s; run a job meanwhile, or wait longer "
+            "(--wait-seconds)"
+        )
 
 
 @app.command()

@@ -7,7 +7,13 @@ from typing import Any
 
 from rich.table import Table
 
+from deepinfer.cli.trace_ops import op_times
 from deepinfer.launcher.memory import RoleMemory
+from deepinfer.protocol import StepProfile
+
+# Rows of a profile's table, for the device and for the host, and how wide a kernel's name may become.
+_MAX_OPS = 12
+_MAX_NAME = 48
 
 
 def memory_table(roles: Sequence[RoleMemory]) -> Table:
@@ -48,6 +54,31 @@ def rank_table(numbers: dict[str, Any]) -> Table:
             f"{load.get('step_seconds', 0.0):.4f}",
             f"{load.get('device_idle_share', 0.0):.2f}",
         )
+    return table
+
+
+def op_table(rank: str, profile: StepProfile) -> Table:
+    """Return the operations that took a rank most time, on the device and on the host, in milliseconds a step."""
+    table = Table(
+        title=f"{rank}: {profile.num_steps} steps in {profile.seconds:.3f} s",
+        title_justify="left",
+        box=None,
+        padding=(0, 1),
+    )
+    for name in ("operation", "where", "calls a step", "ms a step", "share"):
+        table.add_column(name, justify="left" if name in ("operation", "where") else "right", no_wrap=True)
+    times = op_times(profile.trace)
+    for where in ("device", "host"):
+        ops = [op for op in times if op.on_device == (where == "device")]
+        total = sum(op.seconds for op in ops)
+        for op in ops[:_MAX_OPS]:
+            table.add_row(
+                op.name if len(op.name) <= _MAX_NAME else f"{op.name[: _MAX_NAME - 3]}...",
+                where,
+                f"{op.num_calls / profile.num_steps:.1f}",
+                f"{1000 * op.seconds / profile.num_steps:.3f}",
+                f"{op.seconds / total:.0%}",
+            )
     return table
 
 

@@ -6,6 +6,7 @@ host that launches them. A fault of the profiler costs the profile and nothing e
 
 from __future__ import annotations
 
+import gzip
 import tempfile
 import threading
 import time
@@ -17,10 +18,11 @@ import torch
 
 from deepinfer.errors import DeepInferError
 from deepinfer.platforms.platform import Stream
-from deepinfer.protocol import OpTime, StepProfile
+from deepinfer.protocol import StepProfile
 
 # How long the step that is on its way, and the profiler's own books, may take after the wait.
 _GRACE_SECONDS = 120.0
+_COMPRESSION = 3
 
 
 class StepProfiler:
@@ -129,7 +131,6 @@ class _Order:
             num_steps=self._num_ended,
             seconds=self._seconds,
             trace=_chrome_trace(self._profiler),
-            ops=_op_times(self._profiler),
         )
 
     def _fail(self, error: Exception) -> None:
@@ -138,18 +139,8 @@ class _Order:
 
 
 def _chrome_trace(profiler: torch.profiler.profile) -> bytes:
+    """Return the trace. Only compiled code touches each event: the step thread needs this process's interpreter."""
     with tempfile.TemporaryDirectory(prefix="deepinfer-profile-") as folder:
-        path = Path(folder) / "trace.json.gz"
-        profiler.export_chrome_trace(str(path))  # the ending has torch compress it
-        return path.read_bytes()
-
-
-def _op_times(profiler: torch.profiler.profile) -> tuple[OpTime, ...]:
-    """Host operations by their own time on the host, and kernels by theirs on the device; the labels are neither."""
-    ops = []
-    for average in profiler.key_averages():
-        on_device = average.device_type.name != "CPU"
-        micros = average.self_device_time_total if on_device else average.self_cpu_time_total
-        if not average.is_user_annotation and micros > 0:
-            ops.append(OpTime(name=average.key, on_device=on_device, num_calls=average.count, seconds=micros * 1e-6))
-    return tuple(sorted(ops, key=lambda op: (not op.on_device, -op.seconds)))
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return gzip.compress(path.read_bytes(), _COMPRESSION)

