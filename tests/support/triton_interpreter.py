@@ -1,8 +1,8 @@
 """Run the op cases under Triton's interpreter on a CPU: `python -m support.triton_interpreter [case ...]`.
 
 The interpreter has to be asked for before Triton is imported, so this runs in a process of its own. Two of its faults
-(Triton 3.9) are repaired first: casts to bf16 cut off instead of rounding, and products of bf16 blocks multiply their
-bit patterns.
+(Triton 3.9) are repaired first: casts to bf16 cut off instead of rounding, and products of bf16 and FP8 blocks multiply
+their bit patterns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _convert(values, from_type, to_type, rounding_mode):
 def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     left, right = (
         _convert_float(x.data, x.dtype.scalar, tl.float32, None).view(np.float32)
-        if x.dtype.scalar == tl.bfloat16
+        if x.dtype.scalar in (tl.bfloat16, tl.float8e4nv)
         else x.data
         for x in (a, b)
     )

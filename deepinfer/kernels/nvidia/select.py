@@ -1,7 +1,9 @@
-"""Exact selection of the k largest bf16 scores of a row, ascending by entry, ties to the lower entry.
+"""Exact selection of the k largest bf16 values of a row, ascending by number, ties to the lower number.
 
-Three passes over a row that stays in the L2 cache: a histogram of the upper key byte, one of the lower byte inside the
-deciding upper byte, and a compaction in order of the entries. No atomics, no sort: the result has one possible value.
+Wide rows are narrowed first: the k largest values lie in the k groups with the largest maxima (of equal maxima the
+lower groups), so a choice among maxima by eights leaves 8 k values, whatever the data. What remains is held by one
+program, which finds the k-th largest key bit by bit and counts its way to the places: no atomics, no sort, and no path
+that depends on the data.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 2048
+FAN = 8  # values under one maximum of the next level
+_WIDEST = 16384  # values that one program chooses from
 
 
 @triton.jit
-def _keys(score_ptr, entries, inside):
-    """16-bit keys in the order of the scores; 0 where nothing may be chosen (-inf, NaN below, outside)."""
-    bits = tl.load(score_ptr + entries, mask=inside, other=float("-inf")).to(tl.int16, bitcast=True).to(tl.int32)
+def _keys(value_ptr, inside):
+    """16-bit keys in the order of the values; 0 where nothing may be chosen (-inf, NaN below, outside)."""
+    bits = tl.load(value_ptr, mask=inside, other=float("-inf")).to(tl.int16, bitcast=True).to(tl.int32)
     bits = bits & 0xFFFF
     bits = tl.where(bits == 0x8000, 0, bits)  # -0 equals 0
     key = tl.where(bits >= 0x8000, bits ^ 0xFFFF, bits | 0x8000)
@@ -25,61 +28,167 @@ def _keys(score_ptr, entries, inside):
 
 
 @triton.jit
-def _deciding_bin(counts, wanted):
-    """The largest bin with at least `wanted` keys in it and above (-1: none), and how many of it are wanted."""
-    bins = tl.arange(0, 256)
-    above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
-    found = tl.max(tl.where((above + counts >= wanted) & (above < wanted), bins, -1), 0)
-    return found, wanted - tl.sum(tl.where(bins == found, above, 0), 0)
+def _choose_kernel(
+    value_ptr,
+    visible_ptr,
+    parent_ptr,
+    block_ptr,
+    out_ptr,
+    stride,
+    width,
+    UNIT: tl.constexpr,
+    NUM_PARENTS: tl.constexpr,
+    FAN: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    NUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row. Only the children of NUM_PARENTS parents are looked at, if there are any; -1 = no parent.
+
+    A value stands for UNIT entries, of which `visible` count (UNIT 0: all count). With NUM_BLOCKS, numbers are places
+    in blocks of SIZE whose numbers `block_ptr` holds.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    limit = width
+    if UNIT > 0:
+        limit = tl.minimum((tl.load(visible_ptr + row).to(tl.int32) + UNIT - 1) // UNIT, width)
+    if NUM_PARENTS > 0:
+        parents = tl.arange(0, BLOCK // FAN)
+        inside = parents < NUM_PARENTS
+        parents = tl.load(parent_ptr + row * NUM_PARENTS + parents, mask=inside, other=-1)
+        numbers = parents[:, None] * FAN + tl.arange(0, FAN)[None, :]
+        numbers = tl.reshape(tl.where(parents[:, None] < 0, limit, numbers), (BLOCK,))
+    else:
+        numbers = tl.arange(0, BLOCK)
+    keys = _keys(value_ptr + row * stride + numbers, numbers < limit)
+    threshold = 0  # the NUM-th largest key; 0: there are fewer
+    for step in tl.static_range(16):
+        trial = threshold | (0x8000 >> step)
+        threshold = tl.where(tl.sum((keys >= trial).to(tl.int32), 0) >= NUM, trial, threshold)
+    larger = keys > threshold
+    equal = (keys == threshold) & (keys > 0)
+    # one running count of both kinds: larger keys in the lower half of the word, equal ones in the upper
+    both = tl.where(larger, 1, tl.where(equal, 0x10000, 0))
+    counts, total = tl.cumsum(both, 0), tl.sum(both, 0)
+    num_ties = NUM - (total & 0xFFFF)
+    ties = counts >> 16
+    taken = larger | (equal & (ties <= num_ties))
+    place = (counts & 0xFFFF) + tl.minimum(ties, num_ties) - 1
+    if NUM_BLOCKS > 0:
+        blocks = tl.load(block_ptr + row * NUM_BLOCKS + numbers // SIZE, mask=taken, other=0)
+        numbers = blocks.to(tl.int32) * SIZE + numbers % SIZE
+    out_ptr += row * NUM
+    tl.store(out_ptr + place, numbers.to(out_ptr.dtype.element_ty), mask=taken)
+    written = (total & 0xFFFF) + tl.minimum(total >> 16, num_ties)
+    for start in tl.static_range(0, NUM, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        empty = tl.full((BLOCK,), -1, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + places, empty, mask=(places >= written) & (places < NUM))
 
 
 @triton.jit
-def _select_kernel(score_ptr, limit_ptr, out_ptr, score_stride, NUM: tl.constexpr, BLOCK: tl.constexpr):
+def _maxima_kernel(
+    value_ptr,
+    visible_ptr,
+    out_ptr,
+    stride,
+    width,
+    num_out,
+    UNIT: tl.constexpr,
+    SIZE: tl.constexpr,
+    NEWEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Largest of each SIZE neighbouring values of UNIT entries each; with NEWEST the last visible one is +inf."""
     row = tl.program_id(0).to(tl.int64)
-    limit = tl.load(limit_ptr + row).to(tl.int32)
-    score_ptr += row * score_stride
-    upper = tl.zeros((256,), tl.int32)
-    for start in range(0, limit, BLOCK):
-        entries = start + tl.arange(0, BLOCK)
-        keys = _keys(score_ptr, entries, entries < limit)
-        upper += tl.histogram(keys >> 8, 256, mask=keys > 0)
-    high, wanted = _deciding_bin(upper, NUM)
-    threshold, num_ties = 0, 0
-    if high >= 0:
-        lower = tl.zeros((256,), tl.int32)
-        for start in range(0, limit, BLOCK):
-            entries = start + tl.arange(0, BLOCK)
-            keys = _keys(score_ptr, entries, entries < limit)
-            lower += tl.histogram(keys & 255, 256, mask=(keys > 0) & ((keys >> 8) == high))
-        low, num_ties = _deciding_bin(lower, wanted)
-        threshold = high * 256 + low
-    written, ties = 0, 0
-    for start in range(0, limit, BLOCK):
-        entries = start + tl.arange(0, BLOCK)
-        keys = _keys(score_ptr, entries, entries < limit)
-        equal = (keys == threshold) & (keys > 0)
-        # one running count of both kinds: larger keys in the lower half of the word, equal ones in the upper
-        both = tl.where(keys > threshold, 1, tl.where(equal, 0x10000, 0))
-        counts = tl.cumsum(both, 0)
-        larger, ties_here = counts & 0xFFFF, ties + (counts >> 16)
-        taken = (keys > threshold) | (equal & (ties_here <= num_ties))
-        place = written + larger + tl.minimum(ties_here, num_ties) - 1
-        tl.store(out_ptr + row * NUM + place, entries.to(tl.int64), mask=taken)
-        total = tl.sum(both, 0)
-        written += total & 0xFFFF
-        ties += total >> 16
-    written += tl.minimum(ties, num_ties)
-    for start in range(0, NUM, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        empty = tl.full((BLOCK,), -1, tl.int64)
-        tl.store(out_ptr + row * NUM + place, empty, mask=(place >= written) & (place < NUM))
+    visible = tl.load(visible_ptr + row).to(tl.int32)
+    limit = tl.minimum((visible + UNIT - 1) // UNIT, width)
+    numbers = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    children = numbers[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    values = tl.load(value_ptr + row * stride + children, mask=children < limit, other=float("-inf"))
+    best = tl.max(values.to(tl.float32), 1)
+    if NEWEST:
+        best = tl.where((numbers == (limit - 1) // SIZE) & (limit > 0), float("inf"), best)
+    tl.store(out_ptr + row * num_out + numbers, best, mask=numbers < num_out)
 
 
-def select_largest(scores: Tensor, limits: Tensor, num_selected: int) -> Tensor:
-    """Entries [T, k] int64 of the largest of `scores` [T, C] bf16 before `limits` [T]; -inf never; -1 behind."""
-    out = torch.empty(scores.shape[0], num_selected, dtype=torch.int64, device=scores.device)
-    if scores.shape[0]:
-        _select_kernel[(scores.shape[0],)](
-            scores, limits, out, scores.stride(0), NUM=num_selected, BLOCK=_BLOCK, num_warps=8
+def block_maxima(values: Tensor, visible: Tensor, *, unit: int, size: int, newest: bool) -> Tensor:
+    """bf16 [T, ceil(C / size)]: the largest of `size` (a power of two) neighbouring values [T, C] of `unit` entries.
+
+    Entries from `visible` [T] on don't count. With `newest` the last block that has a visible entry is +inf.
+    """
+    num_rows, width = values.shape
+    num_out = triton.cdiv(width, size)
+    out = torch.empty(num_rows, num_out, dtype=torch.bfloat16, device=values.device)
+    if num_rows:
+        block = max(1, 2048 // size)
+        _maxima_kernel[(num_rows, triton.cdiv(num_out, block))](
+            values, visible, out, values.stride(0), width, num_out, UNIT=unit, SIZE=size, NEWEST=newest, BLOCK=block
+        )
+    return out
+
+
+def select_largest(
+    values: Tensor,
+    num_selected: int,
+    *,
+    visible: Tensor | None = None,
+    unit: int = 1,
+    maxima: Tensor | None = None,
+    blocks: Tensor | None = None,
+    block_size: int = 1,
+) -> Tensor:
+    """Numbers [T, k] int64 of the largest of `values` bf16 [T, C]; -inf never; -1 behind.
+
+    `visible` [T] entries of a row count, `unit` entries to a value; None: all. `maxima` [T, ceil(C / 8)]: the largest
+    of eight neighbours, if they are known. With `blocks` [T, n] (contiguous) of `block_size` values each, a value's
+    number is that of its entry.
+    """
+    levels, units = [values], [unit]
+    while levels[-1].shape[1] > _WIDEST or (len(levels) == 1 and maxima is not None):
+        if len(levels) > 1 or maxima is None:
+            assert visible is not None, "rows this wide have a length"
+            maxima = block_maxima(levels[-1], visible, unit=units[-1], size=FAN, newest=False)
+        levels.append(maxima)
+        units.append(units[-1] * FAN)
+    parents = None
+    for level, entries in zip(reversed(levels[1:]), reversed(units[1:]), strict=True):
+        parents = _choose(level, num_selected, visible, entries, parents, None, 1, torch.int32)
+    return _choose(values, num_selected, visible, unit, parents, blocks, block_size, torch.int64)
+
+
+def _choose(
+    values: Tensor,
+    num_selected: int,
+    visible: Tensor | None,
+    unit: int,
+    parents: Tensor | None,
+    blocks: Tensor | None,
+    block_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    num_rows, width = values.shape
+    out = torch.empty(num_rows, num_selected, dtype=dtype, device=values.device)
+    if num_rows:
+        looked_at = width if parents is None else num_selected * FAN
+        block = max(32, triton.next_power_of_2(looked_at))
+        assert block <= _WIDEST, f"a choice of {num_selected} out of {looked_at} values is too wide for one program"
+        _choose_kernel[(num_rows,)](
+            values,
+            values if visible is None else visible,
+            values if parents is None else parents,
+            values if blocks is None else blocks,
+            out,
+            values.stride(0),
+            width,
+            UNIT=0 if visible is None else unit,
+            NUM_PARENTS=0 if parents is None else num_selected,
+            FAN=FAN,
+            NUM_BLOCKS=0 if blocks is None else blocks.shape[1],
+            SIZE=block_size,
+            NUM=num_selected,
+            BLOCK=block,
+            num_warps=4 if block <= 2048 else 8 if block <= 4096 else 16,
         )
     return out

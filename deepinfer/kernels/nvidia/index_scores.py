@@ -1,0 +1,273 @@
+"""Scores of index keys in Triton, over all entries of a sequence or inside kept blocks, with their maxima by eights.
+
+Products run in FP8 (see `index_codes`); powers of two are multiplied in at the end, which leaves the bf16 roundings of
+the contract where the reference has them. Heads are added up by a second product, with a matrix of ones.
+Byte offsets are sums of products, not products of sums: Triton 3.6 takes 16 * b + e % 16 for a multiple of 16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.nvidia.index_codes import Query, group_block, load_keys, load_query
+from deepinfer.kernels.ops import CandidateRule, PagedRows
+
+GROUP = 8  # neighbouring entries under one maximum
+_ROW_TILE = 4
+_KEYS = 64
+_SPAN = 2048
+_SUMS = 8  # columns of the product that adds up heads: the fewest that a matrix unit takes
+_WARPS = 4
+_STAGES = 2
+
+_WEIGH = tl.constexpr("""
+{
+    .reg .b32 dots;
+    cvt.rn.relu.bf16x2.f32 dots, $2, $1;
+    mul.bf16x2 $0, dots, $3;
+}
+""")
+
+
+@triton.jit
+def _weigh(dots, weights, PLAIN: tl.constexpr):
+    """relu(dots) rounded to bf16, times the bf16 weights, rounded to bf16."""
+    if PLAIN:
+        rounded = tl.maximum(dots, 0.0).to(tl.bfloat16).to(tl.float32)
+        products = (rounded * weights.to(tl.float32)).to(tl.bfloat16)
+    else:
+        products = tl.inline_asm_elementwise(
+            _WEIGH, "=r,r,r,r", [dots, weights], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return products
+
+
+@triton.jit
+def _sum_of_heads(ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr, SUMS: tl.constexpr):
+    """The matrix [N, SUMS] whose product adds up the heads of each row: ones and zeros, bf16."""
+    row = tl.arange(0, ROWS * HEAD_BLOCK)[:, None] // HEAD_BLOCK
+    return tl.where(row == tl.arange(0, SUMS)[None, :], 1.0, 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def _scores(even, odd, factor, query_even, query_odd, weights, summing, PLAIN: tl.constexpr):
+    """Scores [KEYS, SUMS] as float32, rounded to bf16: dots, weighted dots and their sum are each rounded."""
+    dots = tl.dot(odd, query_odd, tl.dot(even, query_even))
+    total = tl.dot(_weigh(dots, weights[None, :], PLAIN), summing)
+    return total.to(tl.bfloat16).to(tl.float32) * factor[:, None]
+
+
+@triton.jit
+def _scan_kernel(
+    codes_ptr,
+    factor_ptr,
+    pool_ptr,
+    table_ptr,
+    sequence_ptr,
+    visible_ptr,
+    score_ptr,
+    maxima_ptr,
+    num_rows,
+    table_stride,
+    score_stride,
+    maxima_stride,
+    PER_BLOCK: tl.constexpr,
+    NUM_BYTES: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPAN: tl.constexpr,
+    SUMS: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """ROWS neighbouring rows against SPAN entries; rows of one sequence share the loaded keys."""
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    rows = first_row + tl.arange(0, SUMS)
+    inside = (tl.arange(0, SUMS) < ROWS) & (rows < num_rows)
+    first = tl.program_id(1) * SPAN
+    visible = tl.load(visible_ptr + rows, mask=inside, other=0).to(tl.int32)
+    if tl.max(visible, 0) > first:
+        query_even, query_odd, weights = load_query(
+            codes_ptr, factor_ptr, first_row, num_rows, ROWS, HEADS, HEAD_BLOCK, 16 * GROUP_BLOCK
+        )
+        summing = _sum_of_heads(ROWS, HEAD_BLOCK, SUMS)
+        sequences = tl.load(sequence_ptr + rows, mask=inside, other=-1)
+        before = tl.load(sequence_ptr + rows - 1, mask=inside & (tl.arange(0, SUMS) > 0), other=-1)
+        for turn in range(tl.minimum(num_rows - first_row, ROWS).to(tl.int32)):
+            here = tl.arange(0, SUMS) == turn
+            sequence = tl.max(tl.where(here, sequences, -1), 0)
+            previous = tl.max(tl.where(here, before, -1), 0)
+            own = tl.where((sequences == sequence) & (previous != sequence), visible, 0)
+            limit = tl.minimum(tl.max(own, 0), first + SPAN)
+            for start in range(first, limit, KEYS):
+                entries = start + tl.arange(0, KEYS)
+                if PER_BLOCK % KEYS == 0:
+                    block = tl.load(table_ptr + sequence * table_stride + start // PER_BLOCK)
+                    block_ptr = pool_ptr + block * (PER_BLOCK * NUM_BYTES) + start % PER_BLOCK * NUM_BYTES
+                    offsets = tl.arange(0, KEYS) * NUM_BYTES
+                else:
+                    known = tl.minimum(entries, limit - 1)
+                    block = tl.load(table_ptr + sequence * table_stride + known // PER_BLOCK)
+                    block_ptr = pool_ptr
+                    offsets = block * (PER_BLOCK * NUM_BYTES) + known % PER_BLOCK * NUM_BYTES
+                even, odd, factor = load_keys(block_ptr, offsets, KEYS, GROUPS, GROUP_BLOCK, PLAIN)
+                scores = _scores(even, odd, factor, query_even, query_odd, weights, summing, PLAIN)
+                taken = entries[:, None] < own[None, :]
+                tl.store(score_ptr + rows[None, :] * score_stride + entries[:, None], scores, mask=taken)
+                seen = tl.where(taken, scores, float("-inf"))
+                best = tl.max(tl.reshape(seen, (KEYS // 8, 8, SUMS)), 1)
+                group = start // 8 + tl.arange(0, KEYS // 8)
+                place = maxima_ptr + rows[None, :] * maxima_stride + group[:, None]
+                tl.store(place, best, mask=8 * group[:, None] < own[None, :])
+
+
+@triton.jit
+def _kept_kernel(
+    codes_ptr,
+    factor_ptr,
+    pool_ptr,
+    table_ptr,
+    sequence_ptr,
+    visible_ptr,
+    kept_ptr,
+    score_ptr,
+    maxima_ptr,
+    num_rows,
+    table_stride,
+    PER_BLOCK: tl.constexpr,
+    NUM_BYTES: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
+    SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPAN: tl.constexpr,
+    SUMS: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """One row against the entries of SPAN places of its kept blocks, side by side; -inf where there is none."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * SPAN
+    visible, sequence = tl.load(visible_ptr + row).to(tl.int32), tl.load(sequence_ptr + row)
+    query_even, query_odd, weights = load_query(
+        codes_ptr, factor_ptr, row, num_rows, 1, HEADS, HEAD_BLOCK, 16 * GROUP_BLOCK
+    )
+    summing = _sum_of_heads(1, HEAD_BLOCK, SUMS)
+    for start in range(first, tl.minimum(first + SPAN, NUM_KEPT * SIZE), KEYS):
+        blocks = start // SIZE + tl.arange(0, KEYS // SIZE)
+        kept = tl.load(kept_ptr + row * NUM_KEPT + blocks, mask=blocks < NUM_KEPT, other=-1).to(tl.int32) * SIZE
+        known = tl.maximum(kept, 0)
+        block = tl.load(table_ptr + sequence * table_stride + known // PER_BLOCK)
+        offsets = block * (PER_BLOCK * NUM_BYTES) + known % PER_BLOCK * NUM_BYTES
+        inner = tl.arange(0, SIZE)
+        offsets = tl.reshape(offsets[:, None] + inner[None, :] * NUM_BYTES, (KEYS,))
+        seen = (kept[:, None] >= 0) & (kept[:, None] + inner[None, :] < visible)
+        even, odd, factor = load_keys(pool_ptr, offsets, KEYS, GROUPS, GROUP_BLOCK, PLAIN)
+        scores = _scores(even, odd, factor, query_even, query_odd, weights, summing, PLAIN)
+        # all columns but the first are zero
+        score = tl.where(tl.reshape(seen, (KEYS,)), tl.sum(scores, 1), float("-inf"))
+        places = start + tl.arange(0, KEYS)
+        tl.store(score_ptr + row * (NUM_KEPT * SIZE) + places, score, mask=places < NUM_KEPT * SIZE)
+        groups = start // 8 + tl.arange(0, KEYS // 8)
+        width = (NUM_KEPT * SIZE + 7) // 8
+        best = tl.max(tl.reshape(score, (KEYS // 8, 8)), 1)
+        tl.store(maxima_ptr + row * width + groups, best, mask=groups < width)
+
+
+@dataclass(slots=True, frozen=True)
+class Scores:
+    """bf16 `values` [T, C] and `maxima` [T, ceil(C / 8)] of neighbouring eights; unwritten where nothing is visible."""
+
+    values: Tensor
+    maxima: Tensor
+
+
+def score_all(query: Query, keys: PagedRows, row_sequence: Tensor, visible: Tensor) -> Scores:
+    """Scores of every visible entry; C is what the block table can hold."""
+    num_rows, num_heads = query.weights.shape
+    capacity = keys.block_table.shape[1] * keys.entries_per_block
+    scores = _new_scores(num_rows, capacity, visible.device)
+    if num_rows:
+        _scan_kernel[(triton.cdiv(num_rows, _ROW_TILE), triton.cdiv(capacity, _SPAN))](
+            query.codes,
+            query.weights,
+            keys.pool,
+            keys.block_table,
+            row_sequence,
+            visible,
+            scores.values,
+            scores.maxima,
+            num_rows,
+            keys.block_table.stride(0),
+            scores.values.stride(0),
+            scores.maxima.stride(0),
+            PER_BLOCK=keys.entries_per_block,
+            NUM_BYTES=keys.record.num_bytes,
+            HEADS=num_heads,
+            HEAD_BLOCK=max(16, triton.next_power_of_2(num_heads)),
+            GROUPS=query.num_groups,
+            GROUP_BLOCK=group_block(query.num_groups),
+            ROWS=_ROW_TILE,
+            KEYS=_KEYS,
+            SPAN=_SPAN,
+            SUMS=_SUMS,
+            PLAIN=not visible.is_cuda,
+            num_warps=_WARPS,
+            num_stages=_STAGES,
+        )
+    return scores
+
+
+def score_kept(
+    query: Query, keys: PagedRows, row_sequence: Tensor, visible: Tensor, kept: Tensor, rule: CandidateRule
+) -> Scores:
+    """Scores of the entries of the blocks `kept` [T, n] (contiguous), block by block; -inf where there is none."""
+    assert keys.entries_per_block % rule.block_size == 0, "a candidate block must not cross cache blocks"
+    num_rows, num_heads = query.weights.shape
+    num_places = kept.shape[1] * rule.block_size
+    scores = _new_scores(num_rows, num_places, visible.device)
+    if num_rows:
+        _kept_kernel[(num_rows, triton.cdiv(num_places, _SPAN))](
+            query.codes,
+            query.weights,
+            keys.pool,
+            keys.block_table,
+            row_sequence,
+            visible,
+            kept,
+            scores.values,
+            scores.maxima,
+            num_rows,
+            keys.block_table.stride(0),
+            PER_BLOCK=keys.entries_per_block,
+            NUM_BYTES=keys.record.num_bytes,
+            NUM_KEPT=kept.shape[1],
+            SIZE=rule.block_size,
+            HEADS=num_heads,
+            HEAD_BLOCK=max(16, triton.next_power_of_2(num_heads)),
+            GROUPS=query.num_groups,
+            GROUP_BLOCK=group_block(query.num_groups),
+            KEYS=_KEYS,
+            SPAN=_SPAN,
+            SUMS=_SUMS,
+            PLAIN=not visible.is_cuda,
+            num_warps=_WARPS,
+            num_stages=_STAGES,
+        )
+    return scores
+
+
+def _new_scores(num_rows: int, width: int, device: torch.device) -> Scores:
+    values = torch.empty(num_rows, width, dtype=torch.bfloat16, device=device)
+    maxima = torch.empty(num_rows, triton.cdiv(width, GROUP), dtype=torch.bfloat16, device=device)
+    return Scores(values, maxima)
