@@ -16,7 +16,7 @@ from typing import Any, Self, TypeAlias
 import msgspec
 from ray.actor import ActorHandle
 
-from deepinfer.actors.rank_actor import RankProgram
+from deepinfer.actors.rank_life import RankProgram
 from deepinfer.client import EngineClient, RequestMaker, Run
 from deepinfer.config import ClusterConfig, load_config
 from deepinfer.errors import ClusterError, ConfigError, RequestError
@@ -27,6 +27,7 @@ from deepinfer.launcher import (
     open_ray,
     resolve_for_ray,
     resolve_here,
+    revive,
     start_engine,
     stop_engine,
 )
@@ -246,12 +247,16 @@ def _end(own_driver: ActorHandle[Any] | None, connection: RayConnection) -> None
 
 
 def _join(config: ClusterConfig, directory: Path) -> EngineClient | None:
-    """Return a client of the running engine of that name; None when none is up, ConfigError when it is another one."""
-    if find_driver(config.name, namespace=config.ray.namespace) is None:
+    """Return a client of the running engine of that name; None when none is up, ConfigError when it is another one.
+
+    One whose driver has died gets a new one.
+    """
+    digest = model_digest(directory)
+    if find_driver(config.name, namespace=config.ray.namespace) is None and not revive(config, digest):
         _LOGGER.info("no engine %r is up; starting a private one", config.name)
         return None
     client = EngineClient.connect(config.name, namespace=config.ray.namespace)
-    check_joinable(config, model_digest(directory), client.facts)
+    check_joinable(config, digest, client.facts)
     _LOGGER.info("using the running engine %r", config.name)
     return client
 

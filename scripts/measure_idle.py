@@ -18,7 +18,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from deepinfer.actors.rank_actor import RankProgram
+from deepinfer.actors.rank_life import RankProgram
 from deepinfer.config import ClusterConfig, load_config, resolve
 from deepinfer.launcher import bring_up, read_status, take_down
 from deepinfer.launcher.ray_node import processes_of

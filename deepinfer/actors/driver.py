@@ -10,7 +10,6 @@ import asyncio
 import os
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -18,60 +17,45 @@ import msgspec
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deepinfer import __version__, codec
+from deepinfer.actors.adoption import FoundGroup, find_groups
+from deepinfer.actors.batch_sender import BatchSender
 from deepinfer.actors.driver_metrics import DriverMetrics
+from deepinfer.actors.driver_status import LoadBook, describe_ranks
+from deepinfer.actors.engine_facts import EngineFacts
 from deepinfer.actors.group_keeper import GroupKeeper
-from deepinfer.actors.rank_actor import RankFacts, RankProgram
-from deepinfer.actors.supervisor import RankGroup, check_equal
+from deepinfer.actors.group_start import start_together
+from deepinfer.actors.job_desk import JobDesk
+from deepinfer.actors.names import driver_name
+from deepinfer.actors.rank_life import RankFacts, RankProgram
+from deepinfer.actors.supervisor import EnginePlan, check_equal
 from deepinfer.config import ClusterConfig, decode_config
-from deepinfer.errors import DeepInferError, RankError, RequestError
+from deepinfer.errors import DeepInferError, RankError, RequestError, SupersededError
 from deepinfer.log import get_logger, phase, set_up_logging
 from deepinfer.protocol import (
-    DecodeBatch,
     DecodeResult,
-    FinishCode,
     OutputBatch,
     PrefillResult,
-    RankLoad,
-    RankReady,
-    Request,
     RequestBatch,
-    RequestFailure,
-    RequestOutput,
     Role,
 )
-from deepinfer.scheduler.batch_scheduler import BatchScheduler, OutgoingBatch
+from deepinfer.scheduler.batch_scheduler import BatchScheduler
 from deepinfer.scheduler.load_balancer import DecodeCapacity
-from deepinfer.scheduler.request_state import failed_handover
 
 # Below this many running sequences every result is passed on at once; above it results are gathered.
 _FEW_SEQUENCES = 8
 # A request that loses its rank this often fails; that is sooner than the group gives up, so that one request which
 # breaks every rank it meets does not end the engine.
 _MAX_ATTEMPTS = 2
-# How many closed jobs are remembered, against submissions that arrive after the end of their job.
-_MAX_CLOSED_JOBS = 10_000
 _COUNT_SECONDS = 0.05
 _ADMIT_SECONDS = 0.01
 _DELIVER_SECONDS = 0.02
 _DRAIN_POLL_SECONDS = 0.2
 # Clients fetch their outputs at least this often; so long they have time for the last ones.
 _FETCH_SECONDS = 1.0
-
-
-class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client needs to know of a running engine."""
-
-    name: str
-    config: ClusterConfig
-    model_directory: str
-    vocab_size: int
-    max_model_len: int
-    ranks: tuple[RankReady, ...]
-    is_shared: bool = False
+_ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class Driver:
@@ -81,20 +65,19 @@ class Driver:
         """Remember the engine's name; nothing is started.
 
         The engine of `is_shared` outlives its clients: one that is silent for `scheduler.job_timeout_seconds` is taken
-        for dead, and what its job has here is given up.
+        for dead, and what its job has here is given up. Its ranks outlive their driver in turn, for
+        `scheduler.orphan_timeout_seconds`, and the next driver of that name takes them over.
         """
         set_up_logging(log_level)
         self._name = name
         self._is_shared = is_shared
-        self._heard_at: dict[str, float] = {}
         self._logger = get_logger("driver")
         self._state = "created"
         self._fatal: str | None = None
         self._facts: EngineFacts | None = None
         self._keepers: dict[Role, GroupKeeper] = {}
-        self._loads: dict[tuple[Role, int], RankLoad] = {}
-        self._refused: defaultdict[str, list[RequestOutput]] = defaultdict(list)
-        self._closed_jobs: dict[str, str] = {}  # and why, by job
+        self._loads = LoadBook()
+        self._desk = JobDesk()
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_sequences = 0
         self._counted_at = 0.0
@@ -104,24 +87,34 @@ class Driver:
         return f"Driver(engine={self._name})"
 
     async def start(self, config: bytes, model_directory: str, program: RankProgram) -> EngineFacts:
-        """Start both groups and return what the engine is; raises what stopped the start, with everything gone."""
+        """Bring both groups up and return what the engine is; raises what stopped the start, with everything gone.
+
+        Ranks that an earlier driver of a shared engine has left are taken over where they are what is asked for. Where
+        not, their group is started again.
+        """
         self._config = decode_config(config)
         self._stirred = asyncio.Event()
         self._changed = asyncio.Event()
         self._metrics = DriverMetrics(self._config.observability.metrics_interval_seconds)
-        self._keepers = {
-            role: GroupKeeper(self._group_maker(role, model_directory, program), _RoleOwner(self, role))
-            for role in ("prefill", "decode")
-        }
         self._state = "starting"
+        found = await self._find_groups()
+        self._plan = EnginePlan(
+            name=self._name,
+            config=self._config,
+            directory=model_directory,
+            program=program,
+            epoch=1 + max((group.epoch for group in found.values()), default=0),
+            is_shared=self._is_shared,
+        )
+        self._keepers = {role: GroupKeeper(role, self._plan, _RoleOwner(self, role)) for role in _ROLES}
         try:
             with phase(self._logger, "start the engine"):
-                prefill, decode = await asyncio.gather(*(keeper.start() for keeper in self._keepers.values()))
+                starts = [keeper.start(found.get(role)) for role, keeper in self._keepers.items()]
+                prefill, decode = await start_together(starts)
                 check_equal([*prefill, *decode])
-        except BaseException:
+        except BaseException as error:
             self._state = "failed"
-            for keeper in self._keepers.values():
-                keeper.kill()
+            self._give_up(error)
             raise
         self._facts = EngineFacts(
             name=self._name,
@@ -133,6 +126,7 @@ class Driver:
             is_shared=self._is_shared,
         )
         self._scheduler = self._make_scheduler(prefill, decode)
+        self._sender = BatchSender(self._keepers, self._plan.epoch, self.take_result)
         self._state = "ready"
         for keeper in self._keepers.values():
             self._spawn(keeper.keep())
@@ -153,9 +147,8 @@ class Driver:
         """Take the new requests and the given-up ids in a `RequestBatch`; refusals come back as outputs."""
         batch = codec.decode(data)
         assert isinstance(batch, RequestBatch), type(batch)
-        if batch.job_id in self._closed_jobs:
-            return  # calls of one client may overtake each other
-        self._heard_at[batch.job_id] = time.monotonic()
+        if not self._desk.hear(batch.job_id):
+            return
         self._scheduler.abort(batch.job_id, batch.aborted_ids)
         for request in batch.requests:
             try:
@@ -166,7 +159,7 @@ class Driver:
                     )
                 self._scheduler.submit(batch.job_id, request)
             except RequestError as error:
-                self._refused[batch.job_id].append(_refusal(request, error))
+                self._desk.refuse(batch.job_id, request, error)
         self._stirred.set()
 
     async def next_outputs(self, job_id: str, wait_seconds: float) -> bytes:
@@ -177,8 +170,8 @@ class Driver:
         deadline = time.monotonic() + wait_seconds
         await self.keep_job(job_id)
         while True:
-            outputs = (*self._refused.pop(job_id, ()), *self._scheduler.take_outputs(job_id))
-            fatal = self._fatal or self._closed_jobs.get(job_id)
+            outputs = (*self._desk.take_refusals(job_id), *self._scheduler.take_outputs(job_id))
+            fatal = self._fatal or self._desk.why_closed(job_id)
             remaining = deadline - time.monotonic()
             if outputs or fatal or remaining <= 0:
                 return codec.encode(OutputBatch(outputs=outputs, fatal=None if outputs else fatal))
@@ -187,20 +180,15 @@ class Driver:
 
     async def keep_job(self, job_id: str) -> None:
         """Note that the job's client is alive."""
-        if job_id not in self._closed_jobs:
-            self._heard_at[job_id] = time.monotonic()
+        self._desk.hear(job_id)
 
     async def close_job(self, job_id: str) -> None:
         """Give up what the job still has here, and forget it."""
         self._close(job_id, "the job is closed")
 
     def _close(self, job_id: str, reason: str) -> None:
-        self._closed_jobs[job_id] = reason
-        self._heard_at.pop(job_id, None)
-        if len(self._closed_jobs) > _MAX_CLOSED_JOBS:
-            del self._closed_jobs[next(iter(self._closed_jobs))]
+        self._desk.close(job_id, reason)
         self._scheduler.drop_job(job_id)
-        self._refused.pop(job_id, None)
         self._stirred.set()
 
     async def status(self) -> dict[str, Any]:
@@ -216,12 +204,12 @@ class Driver:
             phases = await asyncio.gather(*(keeper.phases() for keeper in self._keepers.values()))
             status["ranks"] = {name: text for part in phases for name, text in part.items()}
         elif self._facts is not None:
-            status["ranks"] = {f"{ready.role}-{ready.rank}": self._describe(ready) for ready in self._facts.ranks}
+            num_loads = {role: keeper.num_loads for role, keeper in self._keepers.items()}
+            status["ranks"] = describe_ranks(self._facts.ranks, num_loads)
             status["jobs"] = self._scheduler.jobs()
             status["requests"] = msgspec.to_builtins(self._scheduler.counts())
-            status["loads"] = {
-                f"{role}-{rank}": msgspec.to_builtins(load) for (role, rank), load in self._loads.items()
-            }
+            status["loads"] = self._loads.describe()
+            status["epoch"] = self._plan.epoch
             status["restarts"] = {role: keeper.num_restarts for role, keeper in self._keepers.items()}
             status["answers"] = self._metrics.num_answers
             status["driver_cpu_seconds"] = time.process_time()
@@ -236,7 +224,7 @@ class Driver:
         deadline = time.monotonic() + seconds
         while (num_left := self._num_started()) and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
-        if self._heard_at:
+        if self._desk.has_jobs:
             await asyncio.sleep(_FETCH_SECONDS)
         return num_left
 
@@ -254,7 +242,7 @@ class Driver:
     def take_result(self, role: Role, result: PrefillResult | DecodeResult, references: Sequence[ObjectRef]) -> None:
         """Pass a rank's result to the scheduler."""
         self._metrics.num_answers += 1
-        self._loads[role, result.rank] = result.load
+        self._loads.take(role, result.load)
         if isinstance(result, PrefillResult):
             self._scheduler.on_prefill_result(result.rank, result, references)
         else:
@@ -263,6 +251,7 @@ class Driver:
 
     def lose_group(self, role: Role, error: RankError) -> None:
         """Have the scheduler replay what was on the group."""
+        self._loads.drop(role)
         num_lost = self._scheduler.on_group_lost(role, str(error))
         self._logger.warning("%d requests lost their %s rank and will be replayed", num_lost, role)
         self._stirred.set()
@@ -285,8 +274,11 @@ class Driver:
 
     # ---- inside
 
-    def _group_maker(self, role: Role, directory: str, program: RankProgram) -> Any:
-        return lambda: RankGroup(role, self._config, name=self._name, directory=directory, program=program)
+    async def _find_groups(self) -> dict[Role, FoundGroup]:
+        """Return what earlier drivers of this name have left; a private engine's name is used once."""
+        if not self._is_shared:
+            return {}
+        return await asyncio.to_thread(find_groups, self._name, namespace=self._config.ray.namespace)
 
     def _make_scheduler(self, prefill: Sequence[RankFacts], decode: Sequence[RankFacts]) -> BatchScheduler:
         return BatchScheduler(
@@ -298,6 +290,8 @@ class Driver:
             groups=decode[0].groups,
             draw_seed=lambda: secrets.randbits(63),
             max_attempts=_MAX_ATTEMPTS,
+            first_index=max(keeper.first_index for keeper in self._keepers.values()),
+            first_wake_id=self._plan.first_wake_id,
         )
 
     async def _send_batches(self) -> None:
@@ -306,37 +300,17 @@ class Driver:
             await self._stirred.wait()
             self._stirred.clear()
             for outgoing in self._scheduler.next_batches():
-                actor = self._keepers[outgoing.role].actors[outgoing.rank]
-                answer = actor.accept.remote(codec.encode(outgoing.batch), *outgoing.buffers)
-                self._spawn(self._confirm(outgoing, actor, answer))
+                self._spawn(self._sender.send(outgoing))
             self._tell()
             if self._is_busy():
                 await asyncio.sleep(_ADMIT_SECONDS)
-
-    async def _confirm(self, outgoing: OutgoingBatch, actor: ActorHandle[Any], answer: ObjectRef) -> None:
-        """Wait until `actor` has the batch. Hand-overs that died with their prefill rank are taken back."""
-        try:
-            await answer
-        except RayActorError:
-            return  # the group's own watch sees it
-        except ObjectLostError:
-            batch = outgoing.batch
-            assert isinstance(batch, DecodeBatch)
-            self._logger.warning("%d hand-overs to decode rank %d were lost", len(batch.admitted), outgoing.rank)
-            self.take_result("decode", lost_handovers(outgoing.rank, batch), ())
-            rest = msgspec.structs.replace(batch, admitted=())
-            answer = actor.accept.remote(codec.encode(rest))
-            await self._confirm(OutgoingBatch("decode", outgoing.rank, rest), actor, answer)
-        except RayTaskError as error:
-            self._keepers[outgoing.role].blame(outgoing.rank, actor, error)
 
     async def _drop_silent_jobs(self) -> None:
         """Give up the jobs of clients that were killed: they neither fetch nor say that they are alive."""
         limit = self._config.scheduler.job_timeout_seconds
         while True:
             await asyncio.sleep(limit / 4)
-            now = time.monotonic()
-            for job_id in [job_id for job_id, heard_at in self._heard_at.items() if now - heard_at > limit]:
+            for job_id in self._desk.silent_jobs(limit):
                 self._logger.warning("job %s: nothing heard of its client for %g s, dropped", job_id, limit)
                 self._close(
                     job_id,
@@ -361,16 +335,6 @@ class Driver:
         counts = self._scheduler.counts()
         return counts.num_prefilling + counts.num_prefilled + counts.num_decoding
 
-    def _describe(self, ready: RankReady) -> dict[str, Any]:
-        """What `status` says of a rank. `num_loads`: how often its weights have been loaded."""
-        return {
-            "node": ready.node,
-            "device": ready.device,
-            "pid": ready.pid,
-            "num_loads": 1 + self._keepers[ready.role].num_restarts,
-            "num_blocks": ready.num_blocks,
-        }
-
     def _tell(self) -> None:
         """Wake everyone who waits for outputs."""
         self._changed.set()
@@ -390,9 +354,16 @@ class Driver:
             known = isinstance(error, DeepInferError)
             self._fatal = self._fatal or (str(error) if known else f"the driver broke: {type(error).__name__}: {error}")
             self._state = "failed"
-            for keeper in self._keepers.values():
-                keeper.kill()
+            self._give_up(error)
             self._tell()
+
+    def _give_up(self, error: BaseException) -> None:
+        """End all ranks, unless they obey another driver."""
+        for keeper in self._keepers.values():
+            if isinstance(error, SupersededError):
+                keeper.release()
+            else:
+                keeper.kill()
 
 
 class _RoleOwner:
@@ -423,7 +394,7 @@ def create_driver(config: ClusterConfig, *, name: str, detached: bool = False) -
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     remote: Any = ray.remote(Driver)
     handle: ActorHandle[Any] = remote.options(
-        name=f"{name}-driver",
+        name=driver_name(name),
         namespace=config.ray.namespace,
         lifetime="detached" if detached else None,
         scheduling_strategy=here,
@@ -433,27 +404,6 @@ def create_driver(config: ClusterConfig, *, name: str, detached: bool = False) -
         runtime_env=config.ray.runtime_env or None,
     ).remote(name, config.observability.log_level, is_shared=detached)
     return handle
-
-
-def _refusal(request: Request, error: RequestError) -> RequestOutput:
-    failure = RequestFailure(request_id=request.request_id, index=-1, kind=error.code, text=str(error))
-    return RequestOutput(request_id=request.request_id, finish=FinishCode.ERROR, error=failure)
-
-
-def lost_handovers(rank: int, batch: DecodeBatch) -> DecodeResult:
-    """Return a result in the name of a decode rank: these sequences failed, and may be tried again."""
-    return DecodeResult(
-        rank=rank,
-        step_id=0,
-        failures=tuple(
-            failure
-            for admitted in batch.admitted
-            for failure in failed_handover(
-                admitted, kind="rank_lost", text="the prefill rank died while its KV was handed over"
-            )
-        ),
-        load=RankLoad(rank=rank),
-    )
 
 
 async def _is_set(event: asyncio.Event, seconds: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ray import ObjectRef
@@ -12,11 +12,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from deepinfer import codec
-from deepinfer.actors.rank_actor import RankFacts, RankProgress
-from deepinfer.actors.supervisor import RankGroup
-from deepinfer.errors import ClusterError, DeepInferError, RankError
+from deepinfer.actors.adoption import FoundGroup, end_group
+from deepinfer.actors.rank_life import RankFacts, RankProgress
+from deepinfer.actors.supervisor import EnginePlan, RankGroup
+from deepinfer.errors import ClusterError, DeepInferError, RankError, SupersededError
 from deepinfer.log import get_logger
-from deepinfer.protocol import DecodeResult, PrefillResult
+from deepinfer.protocol import DecodeResult, PrefillResult, Role
 
 # Waits before the first and the second restart. A group that then lives long may be restarted as often again.
 RESTART_DELAYS_SECONDS = (1.0, 5.0)
@@ -44,16 +45,21 @@ class GroupOwner(Protocol):
 
 
 class GroupKeeper:
-    """One role's group over all its lives. `start` once, then `keep` as a task, `stop` at the end."""
+    """One role's group over all its lives. `start` once, then `keep` as a task, `stop` at the end.
 
-    def __init__(self, make_group: Callable[[], RankGroup], owner: GroupOwner) -> None:
+    `first_index`: above all sequences that ranks have seen from an earlier driver. `num_restarts` are this driver's.
+    """
+
+    def __init__(self, role: Role, plan: EnginePlan, owner: GroupOwner) -> None:
         """Prepare the first group; nothing is started."""
-        self._make_group = make_group
+        self._role: Role = role
+        self._plan = plan
         self._owner = owner
-        self._group = make_group()
+        self._group = RankGroup(role, plan, number=1)
         self._blamed: asyncio.Future[RankError]
         self._stopping = False
-        self._logger = get_logger(f"{self._group.role}-group")
+        self._logger = get_logger(f"{role}-group")
+        self.first_index = 0
         self.num_restarts = 0
 
     @property
@@ -61,8 +67,24 @@ class GroupKeeper:
         """The ranks of the present group, by rank."""
         return self._group.actors
 
-    async def start(self) -> list[RankFacts]:
-        """Start the group; see `RankGroup.start`."""
+    @property
+    def num_loads(self) -> int:
+        """How often the weights of this role have been loaded, by this driver and those before it."""
+        return self._group.number
+
+    async def start(self, found: FoundGroup | None) -> list[RankFacts]:
+        """Take over the ranks in `found` if possible, else end them and start new ones; see `RankGroup.start`.
+
+        None: no earlier driver has left anything.
+        """
+        if found is None:
+            return await self._group.start()
+        if found.actors:
+            facts = await self._adopt(found)
+            if facts is not None:
+                return facts
+        await asyncio.to_thread(end_group, self._plan.name, found, namespace=self._plan.config.ray.namespace)
+        self._group = RankGroup(self._role, self._plan, number=found.number + 1)
         return await self._group.start()
 
     async def phases(self) -> dict[str, str]:
@@ -95,13 +117,32 @@ class GroupKeeper:
         self._stopping = True
         await self._group.stop()
 
+    def release(self) -> None:
+        """Leave the ranks to another driver, which has taken them over."""
+        self._stopping = True
+        self._group.release()
+
     def kill(self) -> None:
         """End the group now."""
         self._stopping = True
         self._group.kill()
 
+    async def _adopt(self, found: FoundGroup) -> list[RankFacts] | None:
+        obstacle = found.obstacle(self._plan.source, self._group.num_ranks)
+        if obstacle is None:
+            try:
+                facts, self.first_index = await self._group.adopt(found)
+                self._logger.info("took over %d loaded ranks", len(facts))
+                return facts
+            except SupersededError:
+                raise
+            except DeepInferError as error:
+                obstacle = str(error)
+        self._logger.warning("the %s ranks can't be taken over: %s; the group is started again", self._role, obstacle)
+        return None
+
     async def _restart(self, lost: RankError) -> None:
-        self._group = self._make_group()
+        self._group = RankGroup(self._role, self._plan, number=self._group.number + 1)
         self.num_restarts += 1
         try:
             facts = await self._group.start()
@@ -110,7 +151,12 @@ class GroupKeeper:
         self._owner.on_restarted(facts)
 
     def blame(self, rank: int, actor: ActorHandle[Any], error: RayTaskError) -> None:
-        """A call to `actor`, which is or was `rank`, raised: a present group is then treated as lost."""
+        """A call to `actor`, which is or was `rank`, raised: a present group is then treated as lost.
+
+        Raises SupersededError when it said that another driver has taken over.
+        """
+        if isinstance(error.cause, SupersededError):
+            raise error.cause
         if self._group.actors[rank : rank + 1] == [actor] and not self._blamed.done():
             cause = error.cause
             self._logger.error("a call to rank %d raised:\n%s", rank, error)
@@ -119,6 +165,7 @@ class GroupKeeper:
     async def _serve(self) -> RankError | None:
         """Poll all ranks until the group fails or ends."""
         group = self._group
+        group.begin_polls()
         self._blamed = asyncio.get_running_loop().create_future()
         failure = asyncio.create_task(group.failure())
         polls = [asyncio.create_task(self._poll(group, rank)) for rank in range(group.num_ranks)]
@@ -139,7 +186,7 @@ class GroupKeeper:
         actor = group.actors[rank]
         while True:
             try:
-                answer = await actor.next_results.remote(self._owner.gather_seconds())
+                answer = await actor.next_results.remote(group.epoch, self._owner.gather_seconds())
             except RayTaskError as error:
                 self.blame(rank, actor, error)
                 return

@@ -46,10 +46,6 @@ class Placement:
             ),
         }
 
-    def remove(self) -> None:
-        """Give the places back; actors that still run there are killed by Ray."""
-        remove_placement_group(self.group)
-
 
 async def place(
     role: str,
@@ -60,28 +56,41 @@ async def place(
     accelerator: str,
     name: str,
     timeout_seconds: float,
+    is_detached: bool,
 ) -> Placement:
     """Reserve places for `num_ranks` ranks, `ranks_per_node` on each node if given, else packed.
 
     `ranks_per_device` ranks, of this role or another one, share a GPU; a rank always has a CPU of its own. Ranks are
-    numbered by node, so that neighbours share a machine. Raises ConfigError when the cluster is too small, ClusterError
-    when what is asked for is not free within `timeout_seconds`; both name what was asked and what is free.
+    numbered by node, so that neighbours share a machine. `name` is the group's in Ray; a group that `is_detached`
+    outlives the process that asks. Raises ConfigError when the cluster is too small, ClusterError when what is asked
+    for is not free within `timeout_seconds`; both name what was asked and what is free.
     """
     resource = _RESOURCES[accelerator]
     share = rank_share(resource, ranks_per_device)
     sizes = _bundle_sizes(num_ranks, ranks_per_node)
     amounts = [bundle_amount(size, share) for size in sizes]
     strategy = "PACK" if ranks_per_node is None else "STRICT_SPREAD"
-    group = placement_group([{resource: amount} for amount in amounts], strategy=strategy, name=f"{name}-{role}")
+    group = placement_group(
+        [{resource: amount} for amount in amounts],
+        strategy=strategy,
+        name=name,
+        lifetime="detached" if is_detached else None,
+    )
     try:
-        await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), timeout_seconds)
-    except TimeoutError:
-        failure = await asyncio.to_thread(_explain, role, resource, amounts, timeout_seconds)
+        await _wait(group, role, resource, amounts, timeout_seconds)
+    except BaseException:
         remove_placement_group(group)
-        raise failure from None
+        raise
     nodes = placement_group_table(group)["bundles_to_node_id"]
     in_order = sorted(range(len(sizes)), key=lambda bundle: (nodes[bundle], bundle))
     return Placement(group, resource, share, tuple(bundle for bundle in in_order for _ in range(sizes[bundle])))
+
+
+async def _wait(group: PlacementGroup, role: str, resource: str, amounts: list[float], seconds: float) -> None:
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), seconds)
+    except TimeoutError:
+        raise await asyncio.to_thread(_explain, role, resource, amounts, seconds) from None
 
 
 def rank_share(resource: str, ranks_per_device: int) -> float:

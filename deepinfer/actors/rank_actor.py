@@ -1,13 +1,17 @@
 """The thin shell around a rank that both roles share: start in phases, one step thread, an inbox and an outbox.
 
 Ray's methods only put into the engine's inbox or read from its outbox. They run in groups of threads of their own, so
-that each kind of call always gets an answer: `loop` (the step thread), `inbox`, `results` and `control`. Calls of one
-caller are started in the order in which they were made.
+that each kind of call always gets an answer: `loop` (the step thread), `inbox`, `results`, `watch` and `control`. Calls
+of one caller are started in the order in which they were made.
+
+A rank of a shared engine outlives its driver: it waits for a new one, which takes it over with `adopt`. Calls of a
+driver that is not, or no more, the one in force raise SupersededError.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import threading
 import time
@@ -15,12 +19,24 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
-import msgspec
 import ray
 from ray import ObjectRef
+from ray.util.placement_group import get_current_placement_group, remove_placement_group
 
-from deepinfer import codec
+from deepinfer import __version__, codec
+from deepinfer.actors.epoch_gate import EpochGate
 from deepinfer.actors.kv_channel import Buffer, KVChannel
+from deepinfer.actors.orphan_watch import OrphanWatch
+from deepinfer.actors.rank_life import (
+    RankExit,
+    RankFacts,
+    RankOrigin,
+    RankPlace,
+    RankProgram,
+    RankProgress,
+    RankSource,
+    RankState,
+)
 from deepinfer.actors.ray_metrics import RayRecorder
 from deepinfer.config import decode_config
 from deepinfer.errors import RankError
@@ -28,7 +44,7 @@ from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.log import get_logger, phase, set_up_logging
 from deepinfer.protocol import DecodeBatch, DecodeResult, PrefillBatch, PrefillResult, RankReady, Role, StepProfile
 
-CONCURRENCY_GROUPS = {"loop": 1, "inbox": 1, "results": 1, "control": 1, "profile": 1}
+CONCURRENCY_GROUPS = {"loop": 1, "inbox": 1, "results": 1, "watch": 1, "control": 1, "profile": 1}
 # An idle rank answers this often: it is the heartbeat.
 HEARTBEAT_SECONDS = 2.0
 
@@ -67,59 +83,19 @@ class RankEngine(Protocol):
         ...
 
 
-class RankProgram(msgspec.Struct, frozen=True, kw_only=True):
-    """The code that a rank runs, as "module:function": it is loaded in the rank only, because it may import torch.
-
-    `build(config, *, role, rank, num_ranks, model_directory, store_address, recorder, on_phase)` returns a RankEngine;
-    `open_store(host)` returns a rendezvous (kept alive by its rank) and its port.
-    """
-
-    build: str = "deepinfer.runtime.build:build_rank_engine"
-    open_store: str = "deepinfer.distributed.process_groups:open_store"
-
-
-class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank runs."""
-
-    node_id: str
-    address: str
-    pid: int
-    device_ids: tuple[str, ...]
-
-
-class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded rank tells the driver: its sizes and digests, and the model's numbers."""
-
-    ready: RankReady
-    groups: tuple[KVGroup, ...]
-    vocab_size: int
-    max_model_len: int
-
-
-class RankExit(msgspec.Struct, frozen=True, kw_only=True):
-    """What broke a rank. `blames_peer`: it only noticed that another rank of its group is gone."""
-
-    cause: str
-    trace: str
-    blames_peer: bool
-
-
-class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """The last step that a rank began, and whether it waits without work."""
-
-    step: int
-    parked: bool
-
-
 class RankActor:
-    """One rank. Life: `__init__` (cheap), `probe`, `load_code`, `open_store` on rank 0, `setup`, then `run`."""
+    """One rank. Life: `__init__` (cheap), `probe`, `load_code`, `open_store` on rank 0, `setup`, then `run`.
+
+    A new driver begins with `introduce` and `adopt`; every driver holds `watch` open, the rank's sign of life.
+    """
 
     role: ClassVar[Role]
 
-    def __init__(self, name: str, rank: int, num_ranks: int, log_level: str) -> None:
+    def __init__(self, origin: RankOrigin, rank: int, num_ranks: int, log_level: str) -> None:
         """Remember who this is; nothing is loaded."""
         set_up_logging(log_level)
-        self._name = name
+        self._origin = origin
+        self._gate = EpochGate(origin.epoch)
         self._rank = rank
         self._num_ranks = num_ranks
         self._logger = get_logger(f"{self.role}-{rank}")
@@ -129,10 +105,19 @@ class RankActor:
         self._engine: RankEngine | None = None
         self._recorder: RayRecorder | None = None
         self._store: Any = None
+        self._source: RankSource | None = None
+        self._is_running = False
+        self._has_ended = False
+        self._exit: RankExit | None = None
+        self._next_index = 0
+        seconds = origin.orphan_timeout_seconds
+        self._orphan_watch = OrphanWatch(math.inf if seconds is None else seconds)
+        if seconds is not None:
+            self._orphan_watch.start(self._end_orphan)
 
     def __repr__(self) -> str:
         """Name shown by Ray's dashboard and in its logs."""
-        return f"{type(self).__name__}(rank={self._rank}, of={self._num_ranks}, engine={self._name})"
+        return f"{type(self).__name__}(rank={self._rank}, of={self._num_ranks}, engine={self._origin.engine})"
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def probe(self) -> RankPlace:
@@ -161,61 +146,105 @@ class RankActor:
         return host, port
 
     @ray.method(concurrency_group="loop")  # type: ignore[untyped-decorator]
-    def setup(
-        self, config: bytes, model_directory: str, store_address: tuple[str, int] | None, program: RankProgram
-    ) -> RankFacts:
+    def setup(self, source: RankSource, store_address: tuple[str, int] | None) -> RankFacts:
         """Meet the other ranks at `store_address` and load the weights."""
-        settings = decode_config(config)
+        self._engine = self._load_engine(source, store_address)
+        self._source = source
+        self._enter("ready")
+        return self._facts(self._engine)
+
+    def _load_engine(self, source: RankSource, store_address: tuple[str, int] | None) -> RankEngine:
+        settings = decode_config(source.config)
         interval = settings.observability.metrics_interval_seconds
         self._recorder = RayRecorder(role=self.role, rank=self._rank, interval_seconds=interval)
         self._enter("setting up")
-        engine: RankEngine = _load(program.build)(
+        engine: RankEngine = _load(source.program.build)(
             settings,
             role=self.role,
             rank=self._rank,
             num_ranks=self._num_ranks,
-            model_directory=model_directory,
+            model_directory=source.model_directory,
             store_address=store_address,
             recorder=self._recorder,
             on_phase=self._enter,
         )
         engine.results_ready = self._news.set
-        self._engine = engine
-        self._enter("ready")
-        return RankFacts(
-            ready=engine.ready,
-            groups=engine.groups,
-            vocab_size=engine.vocab_size,
-            max_model_len=engine.max_model_len,
-        )
+        return engine
 
     @ray.method(concurrency_group="loop")  # type: ignore[untyped-decorator]
-    def run(self) -> RankExit | None:
-        """Run steps until `stop`. Returns None then, else what broke the rank.
-
-        The reference of this call is the rank's sign of life: it is answered only when the rank has ended. A failure
-        is a plain answer because not every exception of a device library can be pickled.
-        """
+    def run(self) -> None:
+        """Run steps until `stop`; how they ended is the answer of `watch`."""
+        self._is_running = True
         try:
             self._loaded.run()
         except Exception as error:
             self._logger.exception("broken")
-            return RankExit(
+            self._exit = RankExit(
                 cause=error.message if isinstance(error, RankError) else f"{type(error).__name__}: {error}",
                 trace=traceback.format_exc(),
                 blames_peer=isinstance(error.__cause__, RankError),
             )
-        return None
+        finally:
+            self._is_running = False
+            self._has_ended = True
+            self._gate.notify()
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def watch(self, epoch: int) -> RankExit | None:
+        """Wait until the steps have ended. Returns None after `stop`, else what broke the rank.
+
+        The reference of this call is the rank's sign of life: it is answered only when the rank has ended. A failure
+        is a plain answer because not every exception of a device library can be pickled.
+        """
+        self._gate.wait(epoch, lambda: self._has_ended)
+        return self._exit
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def introduce(self) -> RankState:
+        """Tell a driver that did not make this rank what it is."""
+        return RankState(
+            version=__version__,
+            epoch=self._gate.epoch,
+            incarnation=self._origin.incarnation,
+            num_ranks=self._num_ranks,
+            place=self.probe(),
+            is_running=self._is_running,
+            source=self._source,
+            facts=None if self._engine is None else self._facts(self._engine),
+        )
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def adopt(self, epoch: int, wake_id: int) -> int:
+        """Obey the driver of `epoch` from now on. All earlier work is dropped, and what came of it.
+
+        Returns a sequence index above all that the rank was ever given. What was being computed may still come as
+        results, of lower indexes. `wake_id` must be the same for the whole group and newer than all before.
+        """
+        make = PrefillBatch if self.role == "prefill" else DecodeBatch
+        with self._gate.advancing(epoch):
+            self._loaded.post(make(batch_id=0, wake_id=wake_id, drops_all=True))
+            self._loaded.take_results()
+            self._orphan_watch.heard()
+            self._logger.info("taken over by a new driver (epoch %d)", epoch)
+            return self._next_index
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def hear_driver(self, epoch: int) -> None:
+        """Note that the driver is alive, which does not poll yet."""
+        with self._gate.passing(epoch):
+            self._orphan_watch.heard()
 
     @ray.method(concurrency_group="inbox")  # type: ignore[untyped-decorator]
-    def accept(self, data: bytes, *buffers: Buffer) -> None:
+    def accept(self, epoch: int, data: bytes, *buffers: Buffer) -> None:
         """Put a batch into the engine's inbox; `buffers` are its hand-overs, in the order of the batch."""
         message = codec.decode(data)
         assert isinstance(message, PrefillBatch | DecodeBatch), type(message)
-        self._loaded.post(message, buffers)
+        with self._gate.passing(epoch):
+            self._loaded.post(message, buffers)
+            self._next_index = max(self._next_index, _end_index(message))
 
     @ray.method(concurrency_group="results")  # type: ignore[untyped-decorator]
-    def next_results(self, gather_seconds: float) -> tuple[bytes, list[ObjectRef], RankProgress]:
+    def next_results(self, epoch: int, gather_seconds: float) -> tuple[bytes, list[ObjectRef], RankProgress]:
         """Return what is new, as message bytes and the references of its hand-overs.
 
         Waits for the first news, and after it until `gather_seconds` since the call. Without any, the answer is empty
@@ -224,13 +253,16 @@ class RankActor:
         begin = time.monotonic()
         data: bytes = b""
         references: list[ObjectRef] = []
+        with self._gate.passing(epoch):
+            self._orphan_watch.heard()
         if self._news.wait(HEARTBEAT_SECONDS):
             time.sleep(max(0.0, gather_seconds - (time.monotonic() - begin)))
-            self._news.clear()  # before the results are taken: what comes later sets it again
-            message, buffers = self._loaded.take_results()
-            if message is not None:
-                data = codec.encode(message)
-                references = self._channel.publish(buffers)
+            with self._gate.passing(epoch):
+                self._news.clear()  # before the results are taken: what comes later sets it again
+                message, buffers = self._loaded.take_results()
+                if message is not None:
+                    data = codec.encode(message)
+                    references = self._channel.publish(buffers)
         if self._recorder is not None:
             self._recorder.push()
         status = self._loaded.status()
@@ -248,10 +280,11 @@ class RankActor:
         return self._loaded.profile(num_steps, wait_seconds)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def stop(self) -> None:
+    def stop(self, epoch: int) -> None:
         """End the step loop; `run` returns once all ranks of the group have agreed."""
-        if self._engine is not None:
-            self._engine.stop()
+        with self._gate.passing(epoch):
+            if self._engine is not None:
+                self._engine.stop()
 
     @property
     def _loaded(self) -> RankEngine:
@@ -261,8 +294,33 @@ class RankActor:
     def _enter(self, name: str) -> None:
         self._phase = name
 
+    def _facts(self, engine: RankEngine) -> RankFacts:
+        return RankFacts(
+            ready=engine.ready,
+            groups=engine.groups,
+            vocab_size=engine.vocab_size,
+            max_model_len=engine.max_model_len,
+        )
+
+    def _end_orphan(self) -> None:
+        """End this rank and, with the group's places in Ray, the other ranks of its group."""
+        self._logger.error(
+            "no driver for %g s (scheduler.orphan_timeout_seconds): the rank ends",
+            self._origin.orphan_timeout_seconds,
+        )
+        places = get_current_placement_group()
+        if places is not None:
+            remove_placement_group(places)
+        os._exit(1)
+
 
 def _load(path: str) -> Callable[..., Any]:
     module, _, function = path.partition(":")
     loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return loaded
+
+
+def _end_index(message: PrefillBatch | DecodeBatch) -> int:
+    """Return an index above all sequences that `message` brings."""
+    entries = message.requests if isinstance(message, PrefillBatch) else [entry.request for entry in message.admitted]
+    return max((request.index + request.num_samples for request in entries), default=0)

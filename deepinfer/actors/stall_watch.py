@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from deepinfer.actors.rank_actor import RankProgress
+from deepinfer.actors.rank_life import RankProgress
 
 
 class StallWatch:

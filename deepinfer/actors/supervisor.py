@@ -7,60 +7,98 @@ death or hang all ranks are killed at once, in Ray and by pid; nobody waits for 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from deepinfer.actors.adoption import FoundGroup
 from deepinfer.actors.decode_actor import DecodeRank
+from deepinfer.actors.names import find_places, places_name, rank_name
 from deepinfer.actors.placement import Placement, place
 from deepinfer.actors.prefill_actor import PrefillRank
-from deepinfer.actors.rank_actor import (
-    CONCURRENCY_GROUPS,
+from deepinfer.actors.rank_actor import CONCURRENCY_GROUPS
+from deepinfer.actors.rank_life import (
+    Incarnation,
     RankExit,
     RankFacts,
+    RankOrigin,
     RankPlace,
     RankProgram,
     RankProgress,
+    RankSource,
 )
+from deepinfer.actors.rank_processes import kill_processes, local_processes
 from deepinfer.actors.stall_watch import StallWatch
 from deepinfer.config import ClusterConfig, encode_config
-from deepinfer.errors import ClusterError, DeepInferError, RankError
+from deepinfer.errors import ClusterError, DeepInferError, RankError, SupersededError
 from deepinfer.log import get_logger, phase
 from deepinfer.protocol import Role
 
 _ACTOR_CLASSES = {"prefill": PrefillRank, "decode": DecodeRank}
 _WATCH_SECONDS = 0.5
 _STOP_SECONDS = 10.0
+_ADOPT_SECONDS = 30.0
+_BEAT_SECONDS = 1.0
 # Ranks that lose a peer fail too, some sooner than Ray reports the peer: their complaints are not the cause.
 _CAUSE_SECONDS = 0.5
 
 
-class RankGroup:
-    """All ranks of one role, from their placement to their end. Built for one life; a restart makes a new group."""
+@dataclass(slots=True, frozen=True)
+class EnginePlan:
+    """What the groups of an engine are made from. `config` is resolved, `directory` holds the checkpoint.
 
-    def __init__(self, role: Role, config: ClusterConfig, *, name: str, directory: str, program: RankProgram) -> None:
-        """Describe the group; `config` is resolved, `directory` holds the checkpoint."""
-        section = config.prefill if role == "prefill" else config.decode
+    Ranks obey the driver of `epoch`; those of an engine that `is_shared` outlive it.
+    """
+
+    name: str
+    config: ClusterConfig
+    directory: str
+    program: RankProgram
+    epoch: int
+    is_shared: bool
+
+    @property
+    def source(self) -> RankSource:
+        """What every rank is told to load."""
+        return RankSource(config=encode_config(self.config), model_directory=self.directory, program=self.program)
+
+    @property
+    def first_wake_id(self) -> int:
+        """A wake id above those of all earlier drivers."""
+        return self.epoch << 32
+
+
+class RankGroup:
+    """All ranks of one role, from their placement to their end. Built for one life; a restart makes a new group.
+
+    A driver that did not make the ranks begins with `adopt` in place of `start`.
+    """
+
+    def __init__(self, role: Role, plan: EnginePlan, *, number: int) -> None:
+        """Describe the group's life with this `number`; nothing is started."""
+        section = plan.config.prefill if role == "prefill" else plan.config.decode
         assert section.ranks is not None, "the config must be resolved"
         self.role: Role = role
         self.num_ranks = section.ranks
+        self.number = number
         self.actors: list[ActorHandle[Any]] = []
+        self.epoch = plan.epoch
         self._ranks_per_node = section.ranks_per_node
-        self._config = config
-        self._name = name
-        self._directory = directory
-        self._program = program
+        self._plan = plan
+        self._config = plan.config
         self._logger = get_logger(f"{role}-group")
-        self._placement: Placement | None = None
+        self._places: PlacementGroup | None = None
         self._processes: list[psutil.Process] = []
         self._runs: list[asyncio.Future[RankExit | None]] = []
         self._watch: StallWatch | None = None
+        self._beats: asyncio.Task[None] | None = None
 
     async def start(self) -> list[RankFacts]:
         """Place the ranks, load them, let them run, and return what they are.
@@ -69,10 +107,11 @@ class RankGroup:
         """
         try:
             with phase(self._logger, f"place {self.num_ranks} ranks"):
-                self._placement = await self._place()
+                placement = await self._place()
+                self._places = placement.group
             seconds = self._config.scheduler.start_timeout_seconds
             try:
-                return await asyncio.wait_for(self._load(self._placement), seconds)
+                return await asyncio.wait_for(self._load(placement), seconds)
             except TimeoutError:
                 phases = await self.phases()
                 raise ClusterError(
@@ -83,14 +122,49 @@ class RankGroup:
             self.kill()
             raise
 
+    async def adopt(self, found: FoundGroup) -> tuple[list[RankFacts], int]:
+        """Take over running ranks, in which nothing is left of their last driver's work.
+
+        Returns what they are, and an index above all that they have seen. Raises ClusterError or RankError when one
+        of them does not follow; the group is then gone.
+        """
+        self.number = found.number
+        self.actors = [found.actors[rank] for rank in range(self.num_ranks)]
+        self._places = find_places(self._plan.name, self.role)
+        self._processes = local_processes(found.places)
+        try:
+            ends = await asyncio.wait_for(self._all("adopt", self.epoch, self._plan.first_wake_id), _ADOPT_SECONDS)
+        except SupersededError:
+            self.release()
+            raise
+        except TimeoutError:
+            self.kill()
+            raise ClusterError(f"the {self.role} ranks did not answer within {_ADOPT_SECONDS:g} s") from None
+        except BaseException:
+            self.kill()
+            raise
+        self._watch_runs()
+        self._beats = asyncio.create_task(self._beat())
+        return found.facts, max(ends)
+
+    def release(self) -> None:
+        """Leave the ranks to another driver."""
+        self._stop_beats()
+        self.actors, self._processes, self._places = [], [], None
+
+    def begin_polls(self) -> None:
+        """Begin the deadlines of `failure`: from now on the ranks are polled, and hear so that the driver lives."""
+        self._stop_beats()
+        self._watch = StallWatch(self.num_ranks, timeout_seconds=self._config.scheduler.step_timeout_seconds)
+
     def seen(self, rank: int, progress: RankProgress) -> None:
         """Note that `rank` has answered; see `StallWatch`."""
-        assert self._watch is not None, "called before start"
+        assert self._watch is not None, "called before begin_polls"
         self._watch.seen(rank, progress)
 
     async def failure(self) -> RankError | None:
         """Wait until a rank ends or hangs and return why; None when the ranks were stopped in order."""
-        assert self._watch is not None, "called before start"
+        assert self._watch is not None, "called before begin_polls"
         while True:
             done, _ = await asyncio.wait(self._runs, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if done:
@@ -103,19 +177,18 @@ class RankGroup:
 
     def kill(self) -> None:
         """End all ranks now, also those that hang."""
+        self._stop_beats()
         for actor in self.actors:
             ray.kill(actor)
-        for process in self._processes:
-            if process.is_running():  # same pid and same start time
-                process.send_signal(signal.SIGKILL)
-        if self._placement is not None:
-            self._placement.remove()
-            self._placement = None
+        kill_processes(self._processes)
+        if self._places is not None:
+            remove_placement_group(self._places)
+            self._places = None
 
     async def stop(self) -> None:
         """Let all ranks end their step loop, then end them."""
         for actor in self.actors:
-            actor.stop.remote()
+            actor.stop.remote(self.epoch)
         if self._runs:
             await asyncio.wait(self._runs, timeout=_STOP_SECONDS)
         self.kill()
@@ -136,36 +209,63 @@ class RankGroup:
             ranks_per_node=self._ranks_per_node,
             ranks_per_device=self._config.ranks_per_device or 1,
             accelerator=self._config.accelerator,
-            name=self._name,
+            name=places_name(self._plan.name, self.role),
             timeout_seconds=self._config.scheduler.placement_timeout_seconds,
+            is_detached=self._plan.is_shared,
         )
 
     async def _load(self, placement: Placement) -> list[RankFacts]:
-        self.actors = [self._create(rank, placement) for rank in range(self.num_ranks)]
+        incarnation = Incarnation(number=self.number, token=secrets.token_hex(8))
+        self.actors = [self._create(rank, placement, incarnation) for rank in range(self.num_ranks)]
+        self._beats = asyncio.create_task(self._beat())
         with phase(self._logger, "create the actors"):
             places: list[RankPlace] = await self._all("probe")
-        self._processes = _local_processes(places)
+        self._processes = local_processes(places)
         with phase(self._logger, "load the code"):
-            await self._all("load_code", self._program)
-        address = await self._one(0, "open_store", self._program) if self.num_ranks > 1 else None
+            await self._all("load_code", self._plan.program)
+        address = await self._one(0, "open_store", self._plan.program) if self.num_ranks > 1 else None
         with phase(self._logger, "load the weights"):
-            config = encode_config(self._config)
-            facts: list[RankFacts] = await self._all("setup", config, self._directory, address, self._program)
+            facts: list[RankFacts] = await self._all("setup", self._plan.source, address)
         check_equal(facts)
-        self._watch = StallWatch(self.num_ranks, timeout_seconds=self._config.scheduler.step_timeout_seconds)
-        self._runs = [asyncio.ensure_future(_answer(actor.run.remote())) for actor in self.actors]
+        for actor in self.actors:
+            actor.run.remote()
+        self._watch_runs()
         return facts
 
-    def _create(self, rank: int, placement: Placement) -> ActorHandle[Any]:
+    def _watch_runs(self) -> None:
+        self._runs = [asyncio.ensure_future(_answer(actor.watch.remote(self.epoch))) for actor in self.actors]
+
+    def _create(self, rank: int, placement: Placement, incarnation: Incarnation) -> ActorHandle[Any]:
+        plan = self._plan
+        origin = RankOrigin(
+            engine=plan.name,
+            epoch=plan.epoch,
+            incarnation=incarnation,
+            orphan_timeout_seconds=self._config.scheduler.orphan_timeout_seconds if plan.is_shared else None,
+        )
         remote: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(_ACTOR_CLASSES[self.role])
         handle: ActorHandle[Any] = remote.options(
-            name=f"{self._name}-{self.role}-{rank}",
+            name=rank_name(plan.name, self.role, rank),
+            namespace=self._config.ray.namespace,
+            lifetime="detached" if plan.is_shared else None,
             max_restarts=0,
             max_task_retries=0,
             runtime_env=self._config.ray.runtime_env or None,
             **placement.actor_options(rank),
-        ).remote(self._name, rank, self.num_ranks, self._config.observability.log_level)
+        ).remote(origin, rank, self.num_ranks, self._config.observability.log_level)
         return handle
+
+    async def _beat(self) -> None:
+        """Tell the ranks that the driver lives while it waits for some of them, or for the other role's."""
+        while True:
+            for actor in self.actors:
+                actor.hear_driver.remote(self.epoch)
+            await asyncio.sleep(_BEAT_SECONDS)
+
+    def _stop_beats(self) -> None:
+        if self._beats is not None:
+            self._beats.cancel()
+            self._beats = None
 
     async def _all(self, method: str, *arguments: object) -> list[Any]:
         """Call `method` on all ranks; the first failure ends the wait."""
@@ -182,13 +282,18 @@ class RankGroup:
             raise RankError(f"ended in {method}: {describe_death(error)}", role=self.role, rank=rank) from error
 
     def _cause(self) -> RankError | None:
-        """Return the best explanation among the ranks that have ended; None when all ended in order."""
+        """Return the best explanation among the ranks that have ended; None when all ended in order.
+
+        Raises SupersededError when they have not ended, but obey another driver.
+        """
         causes: list[RankError] = []
         complaints: list[RankError] = []
         for rank, run in enumerate(self._runs):
             if not run.done():
                 continue
             error = run.exception()
+            if isinstance(error, RayTaskError) and isinstance(error.cause, SupersededError):
+                raise error.cause
             if error is not None:
                 causes.append(RankError(describe_death(error), role=self.role, rank=rank))
                 continue
@@ -223,9 +328,3 @@ async def _answer(reference: Any) -> Any:
 
 def _last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
-
-
-def _local_processes(places: Sequence[RankPlace]) -> list[psutil.Process]:
-    """Return the ranks' processes on this node; the pids of other nodes mean nothing here."""
-    here = ray.get_runtime_context().get_node_id()
-    return [psutil.Process(place.pid) for place in places if place.node_id == here and place.pid != os.getpid()]

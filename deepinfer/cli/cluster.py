@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deepinfer.actors.rank_actor import RankProgram
+from deepinfer.actors.rank_life import RankProgram
 from deepinfer.cli.cluster_tables import memory_table, op_table, rank_table
 from deepinfer.cli.main import interrupt, run_app
 from deepinfer.cli.options import AsJson, Settings, Verbose, log_level, read_config

@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
 from deepinfer import codec
-from deepinfer.actors.driver import EngineFacts
+from deepinfer.actors.engine_facts import EngineFacts
 from deepinfer.actors.supervisor import describe_death
 from deepinfer.errors import ClusterError
 from deepinfer.protocol import OutputBatch, Request, RequestBatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepinfer import __version__
-from deepinfer.actors.driver import EngineFacts
+from deepinfer.actors.engine_facts import EngineFacts
 from deepinfer.config import ClusterConfig, config_fields
 from deepinfer.errors import ConfigError
 

@@ -9,8 +9,11 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
-from deepinfer.actors.driver import EngineFacts, create_driver
-from deepinfer.actors.rank_actor import RankProgram
+from deepinfer.actors.adoption import end_group, find_groups
+from deepinfer.actors.driver import create_driver
+from deepinfer.actors.engine_facts import EngineFacts
+from deepinfer.actors.names import driver_name, find_actor
+from deepinfer.actors.rank_life import RankProgram
 from deepinfer.actors.supervisor import describe_death
 from deepinfer.config import ClusterConfig, encode_config
 from deepinfer.errors import ClusterError, DeepInferError
@@ -23,16 +26,25 @@ _SILENCE_SECONDS = 20.0
 _STOP_SECONDS = 30.0
 
 
+class EngineExistsError(ClusterError):
+    """Another process has begun to start the engine of that name at the same time."""
+
+
 def start_engine(
     config: ClusterConfig, *, name: str, model_directory: str, program: RankProgram, detached: bool = False
 ) -> tuple[ActorHandle[Any], EngineFacts]:
     """Start the engine `name` and return its driver and what it is. `config` is resolved.
 
-    Every change of a rank's phase becomes a log line. Raises what stopped the start, with nothing left behind.
+    Every change of a rank's phase becomes a log line. Raises what stopped the start, with nothing left behind but,
+    after an interruption, loaded ranks that were there before.
     """
     for note in _notes(config):
         _LOGGER.info("%s", note)
-    driver = create_driver(config, name=name, detached=detached)
+    had_ranks = detached and any(group.actors for group in find_groups(name, namespace=config.ray.namespace).values())
+    try:
+        driver = create_driver(config, name=name, detached=detached)
+    except ValueError as error:  # Ray's way to say that the name is taken
+        raise EngineExistsError(f"another command is starting the engine {name!r}: {error}") from error
     try:
         start = driver.start.remote(encode_config(config), model_directory, program)
         _report_until_done(driver, start)
@@ -45,17 +57,16 @@ def start_engine(
         raise ClusterError(f"the driver has failed: {describe_death(error)}") from error
     except BaseException:
         ray.kill(driver)
+        if detached and not had_ranks:
+            for group in find_groups(name, namespace=config.ray.namespace).values():
+                end_group(name, group, namespace=config.ray.namespace)
         raise
     return driver, facts
 
 
 def find_driver(name: str, *, namespace: str) -> ActorHandle[Any] | None:
     """Return the driver of the engine `name`, in whatever state; None when there is none on this Ray."""
-    try:
-        driver: ActorHandle[Any] = ray.get_actor(f"{name}-driver", namespace=namespace)
-    except ValueError:
-        return None
-    return driver
+    return find_actor(driver_name(name), namespace=namespace)
 
 
 def stop_engine(driver: ActorHandle[Any]) -> None:

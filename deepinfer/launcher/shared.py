@@ -13,13 +13,14 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
-from deepinfer.actors.driver import EngineFacts
-from deepinfer.actors.rank_actor import RankProgram
+from deepinfer.actors.engine_facts import EngineFacts
+from deepinfer.actors.rank_life import RankProgram
 from deepinfer.config import ClusterConfig
-from deepinfer.errors import ClusterError
+from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.differences import check_joinable
-from deepinfer.launcher.engine import find_driver, start_engine, stop_engine
+from deepinfer.launcher.engine import EngineExistsError, find_driver, start_engine, stop_engine
 from deepinfer.launcher.local import attach_recorded, is_reachable
+from deepinfer.launcher.orphans import end_orphans, find_orphans, take_over
 from deepinfer.launcher.providers import start_ray, stop_ray
 from deepinfer.launcher.record import (
     ClusterRecord,
@@ -34,7 +35,7 @@ from deepinfer.log import get_logger
 _LOGGER = get_logger("launcher")
 _ANSWER_SECONDS = 30.0
 _ASK_SECONDS = 1.0
-# Ranks of an engine whose driver has died end by themselves; their memory is counted as free only after that.
+# Ranks of an engine that was killed as a whole may still be ending; their memory counts as free only after that.
 _LEFTOVER_SECONDS = 30.0
 
 
@@ -43,8 +44,9 @@ def bring_up(
 ) -> tuple[ClusterRecord, EngineFacts]:
     """Bring the engine `config.name` up, or join the one that is up already; `config` is resolved.
 
-    Raises ConfigError when the one that is up is another one than asked for, and what stopped a start. A Ray that was
-    started for an engine that did not come up is stopped again.
+    Ranks whose driver has died are taken over if they are what is asked for, and ended if not. Raises ConfigError when
+    the one that is up is another one than asked for, and what stopped a start. A Ray that was started for an engine
+    that did not come up is stopped again.
     """
     record = read_record(config)
     is_new = record is None or not is_reachable(record.address)
@@ -87,6 +89,7 @@ def take_down(config: ClusterConfig, *, drain_seconds: float) -> bool:
             if driver is not None:
                 _drain(driver, drain_seconds)
                 stop_engine(driver)
+            end_orphans(config)
         finally:
             connection.close()
     leftovers = stop_ray(record, config.ray)
@@ -104,6 +107,12 @@ def read_status(config: ClusterConfig) -> dict[str, Any]:
         driver = find_driver(config.name, namespace=config.ray.namespace)
         if driver is not None:
             status = _ask(driver.status.remote())
+        elif (orphans := find_orphans(config)) is not None:
+            status["state"] = "without a driver"
+            status["fatal"] = (
+                f"the driver has died; {orphans.num_ranks} ranks wait for a new one, which `deepinfer-cluster up` or "
+                "the next job starts, and end by themselves after scheduler.orphan_timeout_seconds"
+            )
         return {**status, "address": record.address, "dashboard": record.dashboard_url}
 
 
@@ -124,6 +133,17 @@ def connected(config: ClusterConfig) -> Iterator[ClusterRecord | None]:
 def _join_or_start(
     config: ClusterConfig, record: ClusterRecord, model_directory: str, model_digest: str, program: RankProgram
 ) -> EngineFacts:
+    while True:
+        try:
+            return _try_join_or_start(config, record, model_directory, model_digest, program)
+        except EngineExistsError as error:
+            _LOGGER.info("%s", error)
+            time.sleep(_ASK_SECONDS)
+
+
+def _try_join_or_start(
+    config: ClusterConfig, record: ClusterRecord, model_directory: str, model_digest: str, program: RankProgram
+) -> EngineFacts:
     driver = find_driver(config.name, namespace=config.ray.namespace)
     if driver is not None:
         state = _wait_while_starting(driver)
@@ -134,9 +154,27 @@ def _join_or_start(
             return facts
         _LOGGER.warning("the engine %s has %s; it is stopped and started again", config.name, state)
         stop_engine(driver)
+    adopted = _take_over(config, model_digest)
+    if adopted is not None:
+        return adopted
     _wait_for_predecessor(record)
     _, facts = start_engine(config, name=config.name, model_directory=model_directory, program=program, detached=True)
     return facts
+
+
+def _take_over(config: ClusterConfig, model_digest: str) -> EngineFacts | None:
+    """Take over ranks that have lost their driver. Ranks that can't be taken over are ended, and None is returned."""
+    orphans = find_orphans(config)
+    if orphans is None:
+        return None
+    try:
+        return take_over(orphans, config, model_digest)
+    except EngineExistsError:
+        raise
+    except (ConfigError, ClusterError) as error:
+        _LOGGER.warning("the ranks of the last driver are ended and started again: %s", error)
+    end_orphans(config)
+    return None
 
 
 def _wait_while_starting(driver: ActorHandle[Any]) -> str:

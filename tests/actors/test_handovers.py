@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.fake_cluster import make_request
 from support.fake_engine import GROUPS, FakeEngine
 
-from deepinfer.actors.driver import lost_handovers
+from deepinfer.actors.batch_sender import lost_handovers
 from deepinfer.codec import unpack
 from deepinfer.config import SchedulerConfig
 from deepinfer.protocol import DecodeBatch, PrefillBatch, PrefillResult

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepinfer.actors.rank_actor import RankProgress
+from deepinfer.actors.rank_life import RankProgress
 from deepinfer.actors.stall_watch import StallWatch
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from deepinfer import __version__
-from deepinfer.actors.driver import EngineFacts
+from deepinfer.actors.engine_facts import EngineFacts
 from deepinfer.config import ClusterConfig, load_config, resolve
 from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.differences import check_joinable

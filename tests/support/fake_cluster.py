@@ -11,8 +11,8 @@ from typing import Any
 
 import ray
 
-from deepinfer.actors.driver import EngineFacts
-from deepinfer.actors.rank_actor import RankProgram
+from deepinfer.actors.engine_facts import EngineFacts
+from deepinfer.actors.rank_life import RankProgram
 from deepinfer.client import EngineClient, Job
 from deepinfer.codec import pack, unpack
 from deepinfer.config import ClusterConfig, load_config, resolve

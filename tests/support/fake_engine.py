@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from deepinfer import __version__
 from deepinfer.codec import pack, pack_codes, unpack
 from deepinfer.config import ClusterConfig, config_fields
 from deepinfer.errors import CheckpointError
@@ -96,7 +97,7 @@ class FakeEngine:
         self.ready = RankReady(
             rank=rank, role=role, node=socket.gethostname(), device="fake", pid=os.getpid(),
             num_blocks={"main": num_blocks}, num_slots=max_running + 1, kernel_set={}, model_digest="fake",
-            layout_digest=DIGEST, version="test",
+            layout_digest=DIGEST, version=__version__,
         )  # fmt: skip
         self._role = role
         self._rank = rank
@@ -171,6 +172,8 @@ class FakeEngine:
                 return
             message, buffers = entry
             self._parked = False
+            if message.drops_all:
+                self._running.clear()
             if isinstance(message, PrefillBatch):
                 for request in message.requests:
                     self._prefill(request)
