@@ -186,8 +186,9 @@ def cache_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
             lambda pool=pool, places=places, packed=packed: kernels.store_rows(pool, places, packed),
             2 * packed.numel(),
         )
-    halves = [normal(rows, HEAD_DIM, dtype=torch.float32) for _ in range(4)]
-    yield Case("pair_compress", lambda: kernels.pair_compress(*halves), rows * HEAD_DIM * 18)
+    both, ring = (normal(rows, 2 * HEAD_DIM, dtype=torch.float32) for _ in "12")
+    first_rows = torch.randint(-1, rows, (rows,), device="cuda")
+    yield Case("pair_compress", lambda: kernels.pair_compress(both, ring, first_rows), rows * HEAD_DIM * 18)
 
 
 def expert_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:

@@ -127,6 +127,7 @@ class KernelSet:
     engram_lookup: ops.EngramLookup
     engram_gate: ops.EngramGate
     pair_compress: ops.PairCompress
+    locate_entries: ops.LocateEntries
     index_select: ops.IndexSelect
     sparse_attention: ops.SparseAttention
     route_tokens: ops.RouteTokens

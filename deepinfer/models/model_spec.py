@@ -35,13 +35,16 @@ class WeightBytes:
 
 @dataclass(slots=True, frozen=True)
 class Prompts:
-    """Of the B sequences of a step: `num_tokens` [B] int64 of the prompt, 0 for padding.
+    """The first sequences of a step, which are pieces of prompts: one entry each, all known to the host.
 
-    `wants_logits` [B] bool: logits of prompt rows are wanted in some step of this sequence, besides the last row's.
+    `num_tokens` of the whole prompt; `first_positions` and `num_rows` of this step's rows. `wants_logits`: logits of
+    prompt rows are wanted in some step of this sequence, besides the last row's.
     """
 
-    num_tokens: torch.Tensor
-    wants_logits: torch.Tensor
+    num_tokens: tuple[int, ...]
+    first_positions: tuple[int, ...]
+    num_rows: tuple[int, ...]
+    wants_logits: tuple[bool, ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,7 +52,8 @@ class ForwardInputs:
     """Everything a forward pass reads, besides weights. T rows, B sequences, S slots (slot 0 is for padding rows).
 
     `token_ids`, `positions` [T] int64; `row_sequence` [T] int64, non-decreasing, into the B sequences;
-    `sequence_slots` [B] int64; `sequence_starts` [B + 1] int64, first row of each sequence, then T;
+    `sequence_slots` [B] int64; `sequence_starts` [B + 1] int64, first row of each sequence, then T. Rows of a sequence
+    are at consecutive positions; padding rows come last, at position 0, and may be counted to any last sequence.
     `block_tables`: per paged group [B, max_blocks] int64, unused entries 0 (the padding block);
     `token_table` [S, max_model_len] int32: all tokens of a slot by position, this step's input rows included
     (look-back of n-gram models); `logit_rows` [L] int64: the rows whose logits are wanted;

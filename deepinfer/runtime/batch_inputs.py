@@ -116,7 +116,7 @@ def build_inputs(
         caches=caches,
         kernels=kernels,
         dispatcher=dispatcher,
-        prompts=_prompts(plan, rows, table),
+        prompts=_prompts(plan, table),
     )
     return StepInputs(
         forward,
@@ -128,15 +128,14 @@ def build_inputs(
     )
 
 
-def _prompts(plan: StepPlan, rows: _Rows, table: SlotTable) -> Prompts | None:
+def _prompts(plan: StepPlan, table: SlotTable) -> Prompts | None:
     if not plan.chunks:
         return None
-    slots = [chunk.slot for chunk in plan.chunks]
-    others = [0] * (len(rows.slots) - len(slots))
-    wants_logits = [slot in table.prompt_logprobs for slot in slots] + [False] * len(others)
     return Prompts(
-        num_tokens=_to_device([table.num_prompt_tokens[slot] for slot in slots] + others, table),
-        wants_logits=torch.tensor(wants_logits, device=table.device),
+        num_tokens=tuple(table.num_prompt_tokens[chunk.slot] for chunk in plan.chunks),
+        first_positions=tuple(chunk.start_position for chunk in plan.chunks),
+        num_rows=tuple(chunk.num_tokens for chunk in plan.chunks),
+        wants_logits=tuple(chunk.slot in table.prompt_logprobs for chunk in plan.chunks),
     )
 
 

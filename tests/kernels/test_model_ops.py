@@ -108,5 +108,6 @@ def test_experts_weigh_before_the_down_projection() -> None:
 
 def test_pair_compression_is_a_softmax_over_the_two_tokens() -> None:
     values, gates = draw(2, 3, 8), draw(2, 3, 8, seed=1) * 50
-    found = KERNELS.pair_compress(values[0], gates[0], values[1], gates[1])
+    rows, stored = torch.cat((values, gates), 2).unbind()[::-1]
+    found = KERNELS.pair_compress(rows, stored, torch.arange(len(rows)))
     close(found, (torch.softmax(gates, 0) * values).sum(0))

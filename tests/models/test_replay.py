@@ -64,13 +64,14 @@ class PromptRunner:
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
         wanted = [whole or end > n - KEEP for end, n, whole in zip(ends, prompts, depth, strict=True)]
         inputs = self.runner.inputs(chunks, num_padding=num_padding)
-        padding = [0] * bool(num_padding)
         inputs = dataclasses.replace(
             inputs,
             logit_rows=(inputs.sequence_starts[1 : len(chunks) + 1] - 1)[torch.tensor(wanted)],
             prompts=Prompts(
-                torch.tensor([*prompts, *padding]),
-                torch.tensor([*depth, *padding], dtype=torch.bool),
+                num_tokens=tuple(prompts),
+                first_positions=tuple(chunk.start for chunk in chunks),
+                num_rows=tuple(len(chunk.tokens) for chunk in chunks),
+                wants_logits=tuple(depth),
             ),
         )
         with torch.inference_mode():

@@ -126,5 +126,5 @@ def _through_experts(inputs: ForwardInputs, rows: torch.Tensor, expert_ids: torc
     first = dispatcher.rank * NUM_EXPERTS // dispatcher.num_ranks
     factors = torch.arange(first, first + len(dispatched.tokens_per_expert)) + 1
     factors = factors.repeat_interleave(dispatched.tokens_per_expert)
-    combined = dispatcher.combine(dispatched.rows * factors[:, None], dispatched)
+    combined = dispatcher.combine(dispatched.rows[: len(factors)] * factors[:, None], dispatched)
     return combined.sum(dim=(1, 2)).to(torch.int64)

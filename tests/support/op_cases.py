@@ -123,9 +123,11 @@ def check_records(bench: Bench) -> None:
             torch.zeros(50 + len(values), own.num_bytes, dtype=torch.uint8, device=bench.device) for _ in "12"
         )
         rows = torch.randperm(len(pool), generator=bench.generator)[: len(values)].to(bench.device)
+        rows[::5] = -1
         bench.kernels.store_rows(pool, rows, records)
         bench.reference.store_rows(other, rows, records)
         same(pool, other)
+        assert bool(other[rows[rows >= 0]].any(1).all())
 
 
 def check_norm_and_rotation(bench: Bench) -> None:
@@ -179,11 +181,17 @@ def check_engram(bench: Bench) -> None:
 
 
 def check_pair_compress(bench: Bench) -> None:
-    """Means of two tokens, the first token's halves lying in wider rows."""
-    rows, width = bench.sizes.rows, bench.sizes.head_dim
-    first = bench.normal(rows, 2 * width, dtype=torch.float32).chunk(2, 1)
-    second = [bench.normal(rows, width, dtype=torch.float32) for _ in "12"]
-    close(bench.kernels.pair_compress(*first, *second), bench.reference.pair_compress(*first, *second), 1e-3)
+    """Means of two tokens, the first one before the row or in the ring; pool rows of entries, bit for bit."""
+    num_rows, width = bench.sizes.rows, 2 * bench.sizes.head_dim
+    rows, stored = (bench.normal(count, width, dtype=torch.float32) for count in (num_rows, 24))
+    first_rows = bench.integers(-1, 24, num_rows)
+    first_rows[0], first_rows[2] = 3, -1
+    wanted = bench.reference.pair_compress(rows, stored, first_rows)
+    close(bench.kernels.pair_compress(rows, stored, first_rows), wanted, 1e-3)
+    entries, table = bench.integers(-1, 96, num_rows, bench.sizes.selected), bench.integers(0, 900, 4, 6)
+    sequence = bench.integers(0, 4, num_rows)
+    found = bench.kernels.locate_entries(entries, sequence, table, entries_per_block=16)
+    same(found, bench.reference.locate_entries(entries, sequence, table, entries_per_block=16))
 
 
 def check_routing(bench: Bench) -> None:
@@ -262,6 +270,11 @@ def check_experts(bench: Bench) -> None:
     given = wanted.expert_mlp(rows, factor, counts, wanted.expert_mlp.prepare(*weights), limit=10.0)
     prepared = own.expert_mlp.prepare(*weights)
     close(own.expert_mlp(rows, factor, counts, prepared, limit=10.0), given, 1.5e-2)
+    more, num_rows = torch.cat((rows, torch.full_like(rows[:3], torch.nan))), len(rows)
+    for kernels, weights_of in ((own, prepared), (wanted, wanted.expert_mlp.prepare(*weights))):
+        out = kernels.expert_mlp(more, torch.cat((factor, factor[:3])), counts, weights_of, limit=10.0)
+        assert len(out) == num_rows + 3
+        close(out[:num_rows], given, 1.5e-2)
     assert own.expert_mlp(rows[:0], factor[:0], counts * 0, prepared, limit=10.0).shape == (0, sizes.hidden)
 
 

@@ -141,8 +141,15 @@ def _engram_gate(bench: Bench) -> Run:
 
 
 def _pair_compress(bench: Bench) -> Run:
-    parts = [bench.normal(NUM_ROWS, bench.sizes.head_dim, dtype=torch.float32) for _ in range(4)]
-    return lambda rows: [bench.kernels.pair_compress(*(part[rows] for part in parts))]
+    values = bench.normal(NUM_ROWS, 2 * bench.sizes.head_dim, dtype=torch.float32)
+    stored = bench.normal(NUM_ROWS, 2 * bench.sizes.head_dim, dtype=torch.float32)
+    return lambda rows: [bench.kernels.pair_compress(values[rows], stored, rows)]
+
+
+def _locate_entries(bench: Bench) -> Run:
+    table, sequence = bench.integers(0, 900, 4, 6), bench.integers(0, 4, NUM_ROWS)
+    entries = bench.integers(-1, 96, NUM_ROWS, bench.sizes.selected)
+    return lambda rows: [bench.kernels.locate_entries(entries[rows], sequence[rows], table, entries_per_block=16)]
 
 
 def _index_select(bench: Bench) -> Run:
@@ -288,6 +295,7 @@ CASES: dict[str, Callable[[Bench], Run]] = {
     "engram_lookup": _engram_lookup,
     "engram_gate": _engram_gate,
     "pair_compress": _pair_compress,
+    "locate_entries": _locate_entries,
     "index_select": _index_select,
     "sparse_attention": _sparse_attention,
     "route_tokens": _route_tokens,

@@ -48,8 +48,8 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         name = function.overloadpacket.__name__
         fault = _OPERATIONS.get(name) or _fault_of_arguments(name, args, kwargs)
-        if name == "lift_fresh" and _sets_items():
-            fault = None  # a number set into a slice is an argument of the kernel that fills it
+        if name == "lift_fresh" and (_sets_items() or "from_numpy(" in _place()):
+            fault = None  # a number set into a slice is an argument of the kernel that fills it; a view is no copy
         if fault:
             raise _error(str(function), fault)
         return function(*args, **kwargs)
@@ -125,7 +125,10 @@ def _set_item(function: Any, args: Any) -> Any:
     return function(*args)
 
 
-def _error(operation: str, fault: str) -> NotStaticError:
+def _place() -> str:
     ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_PACKAGE)]
-    place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}: {ours[-1].line}" if ours else "outside deepinfer"
-    return NotStaticError(f"{operation}: {fault} ({place})")
+    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno}: {ours[-1].line}" if ours else "outside deepinfer"
+
+
+def _error(operation: str, fault: str) -> NotStaticError:
+    return NotStaticError(f"{operation}: {fault} ({_place()})")

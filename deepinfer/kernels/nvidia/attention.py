@@ -96,13 +96,13 @@ def _attention_kernel(
     mixed = tl.zeros((HEAD_BLOCK, WIDTH), tl.float32)
     for start in range(0, NUM_WINDOW, KEYS):
         columns = start + tl.arange(0, KEYS)
-        rows = tl.load(window_rows_ptr + row * NUM_WINDOW + columns, mask=columns < NUM_WINDOW, other=-1)
+        rows = tl.load(window_rows_ptr + row * NUM_WINDOW + columns, mask=columns < NUM_WINDOW, other=-1).to(tl.int64)
         if tl.max(rows, 0) >= 0:
             keys = load_window(ring_ptr, step_ptr, rows, ring_length, WINDOW_KIND, WINDOW_BYTES, KEYS, WIDTH)
             maximum, total, mixed = _attend(query, keys, rows >= 0, maximum, total, mixed, scale)
     for start in range(0, NUM_MAIN, KEYS):
         columns = start + tl.arange(0, KEYS)
-        rows = tl.load(main_rows_ptr + row * NUM_MAIN + columns, mask=columns < NUM_MAIN, other=-1)
+        rows = tl.load(main_rows_ptr + row * NUM_MAIN + columns, mask=columns < NUM_MAIN, other=-1).to(tl.int64)
         if tl.max(rows, 0) >= 0:
             keys = load_keys(main_ptr, rows, rows >= 0, MAIN_KIND, MAIN_BYTES, KEYS, WIDTH)
             maximum, total, mixed = _attend(query, keys, rows >= 0, maximum, total, mixed, scale)

@@ -111,32 +111,58 @@ def _unpack_kernel(
 
 
 @triton.jit
-def _store_kernel(pool_ptr, rows_ptr, records_ptr, NUM_BYTES: tl.constexpr, BLOCK: tl.constexpr):
+def _store_kernel(pool_ptr, rows_ptr, records_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     source = tl.program_id(0).to(tl.int64)
     target = tl.load(rows_ptr + source)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < NUM_BYTES
-    record = tl.load(records_ptr + source * NUM_BYTES + columns, mask=inside, other=0)
-    tl.store(pool_ptr + target * NUM_BYTES + columns, record, mask=inside)
+    if target >= 0:
+        columns = tl.arange(0, BLOCK)
+        record = tl.load(records_ptr + source * WIDTH + columns, mask=columns < WIDTH, other=0)
+        tl.store(pool_ptr + target * WIDTH + columns, record, mask=columns < WIDTH)
 
 
 @triton.jit
-def _pair_kernel(
-    first_value, first_gate, value, gate, out, num_rows, first_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr
-):
-    """The first tokens' rows lie `first_stride` apart: they may be halves of wider rows."""
-    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+def _pair_kernel(rows_ptr, stored_ptr, first_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
     columns = tl.arange(0, WIDTH)[None, :]
-    place, own = rows * first_stride + columns, rows * WIDTH + columns
-    gate_one = tl.load(first_gate + place, mask=inside, other=0.0)
-    gate_two = tl.load(gate + own, mask=inside, other=0.0)
+    stored = tl.load(first_ptr + rows, mask=inside, other=-1)
+    far = (stored >= 0)[:, None] & inside[:, None]
+    near = ((stored < 0) & (rows > 0) & inside)[:, None]
+    old = stored_ptr + stored[:, None] * (2 * WIDTH) + columns
+    own = rows_ptr + rows[:, None] * (2 * WIDTH) + columns
+    before = own - 2 * WIDTH
+    inside = inside[:, None]
+    gate_one = tl.load(old + WIDTH, mask=far, other=0.0) + tl.load(before + WIDTH, mask=near, other=0.0)
+    gate_two = tl.load(own + WIDTH, mask=inside, other=0.0)
     largest = tl.maximum(gate_one, gate_two)
     first, second = tl.exp(gate_one - largest), tl.exp(gate_two - largest)
     total = first + second
-    mixed = tl.load(first_value + place, mask=inside, other=0.0) * tl.div_rn(first, total)
-    mixed += tl.load(value + own, mask=inside, other=0.0) * tl.div_rn(second, total)
-    tl.store(out + own, mixed, mask=inside)
+    value = tl.load(old, mask=far, other=0.0) + tl.load(before, mask=near, other=0.0)
+    mixed = value * tl.div_rn(first, total)
+    mixed += tl.load(own, mask=inside, other=0.0) * tl.div_rn(second, total)
+    tl.store(out_ptr + rows[:, None] * WIDTH + columns, mixed, mask=inside)
+
+
+@triton.jit
+def _locate_kernel(
+    entries_ptr,
+    sequence_ptr,
+    table_ptr,
+    out_ptr,
+    table_stride,
+    NUM: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < NUM
+    entries = tl.load(entries_ptr + row * NUM + columns, mask=inside, other=-1)
+    known = entries >= 0
+    table = table_ptr + tl.load(sequence_ptr + row) * table_stride
+    block = tl.load(table + entries // PER_BLOCK, mask=known, other=0)
+    rows = tl.where(known, block * PER_BLOCK + entries % PER_BLOCK, -1)
+    tl.store(out_ptr + row * NUM + columns, rows.to(tl.int32), mask=inside)
 
 
 def pack_rows(values: Tensor, *, kind: RecordKind) -> Tensor:
@@ -190,13 +216,15 @@ class RecordFormats:
 
 @dataclass(slots=True, frozen=True)
 class StoreRows:
-    """`ops.StoreRows`."""
+    """`ops.StoreRows`; records are moved in words of four bytes if they divide into such."""
 
     def __call__(self, pool: Tensor, rows: Tensor, records: Tensor) -> None:
-        num_bytes = pool.shape[1]
         if len(rows):
-            block = triton.next_power_of_2(num_bytes)
-            _store_kernel[(len(rows),)](pool, rows, records.contiguous(), NUM_BYTES=num_bytes, BLOCK=block, num_warps=1)
+            word = torch.uint8 if pool.shape[1] % 4 else torch.int32
+            pool, records = pool.view(word), records.contiguous().view(word)
+            width = pool.shape[1]
+            block = triton.next_power_of_2(width)
+            _store_kernel[(len(rows),)](pool, rows, records, WIDTH=width, BLOCK=block, num_warps=1)
 
 
 @dataclass(slots=True, frozen=True)
@@ -205,22 +233,33 @@ class PairCompress:
 
     numerics: Numerics
 
-    def __call__(self, first_value: Tensor, first_gate: Tensor, value: Tensor, gate: Tensor) -> Tensor:
-        num_rows, width = value.shape
-        out = torch.empty(num_rows, width, dtype=self.numerics.dtype, device=value.device)
-        if first_value.stride() != first_gate.stride() or first_value.stride(1) != 1:
-            first_value, first_gate = first_value.contiguous(), first_gate.contiguous()
+    def __call__(self, rows: Tensor, stored: Tensor, first_rows: Tensor) -> Tensor:
+        num_rows, width = rows.shape[0], rows.shape[1] // 2
+        out = torch.empty(num_rows, width, dtype=self.numerics.dtype, device=rows.device)
         if num_rows:
-            _pair_kernel[(triton.cdiv(num_rows, _ROWS),)](
-                first_value,
-                first_gate,
-                value.contiguous(),
-                gate.contiguous(),
+            grid = (triton.cdiv(num_rows, _ROWS),)
+            _pair_kernel[grid](rows.contiguous(), stored, first_rows, out, num_rows, WIDTH=width, ROWS=_ROWS)
+        return out
+
+
+@dataclass(slots=True, frozen=True)
+class LocateEntries:
+    """`ops.LocateEntries`."""
+
+    def __call__(self, entries: Tensor, row_sequence: Tensor, block_table: Tensor, *, entries_per_block: int) -> Tensor:
+        num_rows, num_entries = entries.shape
+        out = torch.empty(num_rows, num_entries, dtype=torch.int32, device=entries.device)
+        if num_rows:
+            block = min(512, triton.next_power_of_2(num_entries))
+            _locate_kernel[(num_rows, triton.cdiv(num_entries, block))](
+                entries.contiguous(),
+                row_sequence,
+                block_table,
                 out,
-                num_rows,
-                first_value.stride(0),
-                WIDTH=width,
-                ROWS=_ROWS,
+                block_table.stride(0),
+                NUM=num_entries,
+                PER_BLOCK=entries_per_block,
+                BLOCK=block,
             )
         return out
 
@@ -229,4 +268,5 @@ IMPLEMENTATIONS = (
     triton_kernel("record_formats", RecordFormats),
     triton_kernel("store_rows", lambda _: StoreRows()),
     triton_kernel("pair_compress", PairCompress),
+    triton_kernel("locate_entries", lambda _: LocateEntries()),
 )

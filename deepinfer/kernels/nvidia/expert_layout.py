@@ -12,7 +12,8 @@ from torch import Tensor
 
 @dataclass(slots=True, frozen=True)
 class ExpertLayout:
-    """P padded places, all int32: `expert` [P] and `source` [P], the row there (-1: padding); `place` [N] of each row.
+    """P padded places, all int32: `expert` [P] and `source` [P], the row there (-1: padding); `place` [N] of each row,
+    0 for rows that belong to no expert.
 
     P depends on N and the number of experts only, never on the counts: nothing waits for the device.
     """
@@ -29,9 +30,16 @@ class ExpertLayout:
 
 @triton.jit
 def _layout_kernel(
-    counts_ptr, expert_ptr, source_ptr, place_ptr, NUM: tl.constexpr, NUM_BLOCK: tl.constexpr, TILE: tl.constexpr
+    counts_ptr,
+    expert_ptr,
+    source_ptr,
+    place_ptr,
+    num_rows,
+    NUM: tl.constexpr,
+    NUM_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """One program fills one tile."""
+    """One program fills one tile, and the places of those of TILE rows that belong to no expert."""
     tile = tl.program_id(0)
     experts = tl.arange(0, NUM_BLOCK)
     counts = tl.load(counts_ptr + experts, mask=experts < NUM, other=0).to(tl.int32)
@@ -48,10 +56,11 @@ def _layout_kernel(
     tl.store(expert_ptr + places, tl.where(taken, expert, -1))
     tl.store(source_ptr + places, tl.where(taken, begin + inner, -1))
     tl.store(place_ptr + begin + inner, places, mask=taken)
+    tl.store(place_ptr + places, 0, mask=(places >= tl.sum(counts, 0)) & (places < num_rows))
 
 
 def lay_out_experts(tokens_per_expert: Tensor, num_rows: int, *, tile: int) -> ExpertLayout:
-    """Return the layout of `num_rows` rows ordered by expert, `tokens_per_expert` [E] of them each."""
+    """Return the layout of `num_rows` rows ordered by expert, `tokens_per_expert` [E] of them each, the rest behind."""
     num_experts, device = len(tokens_per_expert), tokens_per_expert.device
     num_tiles = num_rows // tile + min(num_experts, num_rows)
     expert = torch.empty(num_tiles * tile, dtype=torch.int32, device=device)
@@ -62,6 +71,7 @@ def lay_out_experts(tokens_per_expert: Tensor, num_rows: int, *, tile: int) -> E
             expert,
             source,
             place,
+            num_rows,
             NUM=num_experts,
             NUM_BLOCK=triton.next_power_of_2(num_experts),
             TILE=tile,

@@ -70,10 +70,10 @@ def _gather_kernel(
     is_window = tl.program_id(1) < WINDOW_BLOCKS
     columns = tl.where(is_window, places, places - WINDOW_BLOCKS * KEYS)
     if is_window:
-        rows = tl.load(window_rows_ptr + row * NUM_WINDOW + columns, mask=columns < NUM_WINDOW, other=-1)
+        rows = tl.load(window_rows_ptr + row * NUM_WINDOW + columns, mask=columns < NUM_WINDOW, other=-1).to(tl.int64)
         keys = load_window(ring_ptr, step_ptr, rows, ring_length, WINDOW_KIND, WINDOW_BYTES, KEYS, WIDTH)
     else:
-        rows = tl.load(main_rows_ptr + row * NUM_MAIN + columns, mask=columns < NUM_MAIN, other=-1)
+        rows = tl.load(main_rows_ptr + row * NUM_MAIN + columns, mask=columns < NUM_MAIN, other=-1).to(tl.int64)
         keys = load_keys(main_ptr, rows, rows >= 0, MAIN_KIND, MAIN_BYTES, KEYS, WIDTH)
     own = row * NUM_PLACES + places
     tl.store(numbers_ptr + own, tl.where(rows >= 0, own, -1).to(tl.int32))

@@ -73,7 +73,8 @@ class StoreRows:
     """`ops.StoreRows`."""
 
     def __call__(self, pool: Tensor, rows: Tensor, records: Tensor) -> None:
-        pool.index_copy_(0, rows, records)
+        kept = (rows >= 0).nonzero().squeeze(1)
+        pool.index_copy_(0, rows[kept], records[kept])
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,15 +83,29 @@ class PairCompress:
 
     numerics: Numerics
 
-    def __call__(self, first_value: Tensor, first_gate: Tensor, value: Tensor, gate: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, stored: Tensor, first_rows: Tensor) -> Tensor:
+        here = (first_rows < 0).unsqueeze(1)
+        first_value, first_gate = torch.where(here, rows.roll(1, 0), stored[first_rows.clamp_min(0)]).chunk(2, 1)
+        value, gate = rows.chunk(2, 1)
         largest = torch.maximum(first_gate, gate)
         first, second = torch.exp(first_gate - largest), torch.exp(gate - largest)
         total = first + second
         return (first_value * (first / total) + value * (second / total)).to(self.numerics.dtype)
 
 
+@dataclass(slots=True, frozen=True)
+class LocateEntries:
+    """`ops.LocateEntries`."""
+
+    def __call__(self, entries: Tensor, row_sequence: Tensor, block_table: Tensor, *, entries_per_block: int) -> Tensor:
+        known = entries.clamp_min(0)
+        blocks = block_table[row_sequence.unsqueeze(1), known // entries_per_block]
+        return torch.where(entries < 0, -1, blocks * entries_per_block + known % entries_per_block).to(torch.int32)
+
+
 IMPLEMENTATIONS = (
     implementation("record_formats", RecordFormats),
     implementation("store_rows", lambda _: StoreRows()),
     implementation("pair_compress", PairCompress),
+    implementation("locate_entries", lambda _: LocateEntries()),
 )

@@ -69,17 +69,20 @@ class ExpertMLP:
         self, rows: Tensor, weights: Tensor, tokens_per_expert: Tensor, experts: PreparedExperts, *, limit: float
     ) -> Tensor:
         dtype, (places, tile_experts) = self.numerics.dtype, _place_rows(tokens_per_expert)
+        num_rows = len(places)
         values = rows.new_zeros(len(tile_experts) * ROW_TILE, rows.shape[1], dtype=torch.float32)
-        values[places] = activation_values(rows, self.numerics)
+        values[places] = activation_values(rows[:num_rows], self.numerics)
         gate, up = matmul_tiles(values, experts.gate_up, tile_experts)[places].to(dtype).chunk(2, 1)
-        hidden = SwiGLU(self.numerics)(gate, up, limit=limit, weights=weights)
+        hidden = SwiGLU(self.numerics)(gate, up, limit=limit, weights=weights[:num_rows])
         values = values.new_zeros(len(values), hidden.shape[1])
         values[places] = activation_values(hidden, self.numerics)
-        return matmul_tiles(values, experts.down, tile_experts)[places].to(dtype)
+        out = torch.full_like(rows, torch.nan, dtype=dtype)
+        out[:num_rows] = matmul_tiles(values, experts.down, tile_experts)[places].to(dtype)
+        return out
 
 
 def _place_rows(tokens_per_expert: Tensor) -> tuple[Tensor, list[int]]:
-    """Give every expert whole tiles: the place of each row [N] among the padded rows, and the expert of each tile."""
+    """Give every expert whole tiles: the place of each of their rows among the padded rows, the expert of each tile."""
     tiles = -(-tokens_per_expert // ROW_TILE)
     expert = torch.repeat_interleave(tokens_per_expert)
     first_row = tokens_per_expert.cumsum(0) - tokens_per_expert

@@ -66,7 +66,7 @@ class Attention:
         if self.indexer is not None:
             self.indexer(hidden, query_latent, asking, caches, published)
         mixed = self._attend(query, records, asking, caches, published)
-        self.kernels.store_rows(caches.window[self.layer], rows.ring_targets, records[rows.ring_sources])
+        self.kernels.store_rows(caches.window[self.layer], rows.ring_targets, records)
         return self.output(mixed, self._rotation(asking))
 
     def compress(self, hidden: Tensor, rotation: Rotation, layout: CacheLayout) -> tuple[Tensor, Tensor]:

@@ -59,15 +59,14 @@ class DraftRings:
 
     def store(self, features: Tensor, rows: StepRows, caches: Caches) -> None:
         """Write what the rings keep of `features` [T, taps * D]; `rows` are the index lists of these T rows."""
-        kernels, kept = self.kernels, rows.ring_sources
-        rotation = rows.window_rotation.rows(kept)
-        context = self.context(features[kept])
+        kernels, rotation = self.kernels, rows.window_rotation
+        context = self.context(features)
         for ring, weight, norm in zip(caches.draft, self.key_weights, self.key_norms, strict=True):
             keys = kernels.rms_norm(kernels.quantized_linear(context, weight), norm, epsilon=self.epsilon)
             keys = kernels.rotate(keys, rotation.cosine, rotation.sine)
             kernels.store_rows(ring, rows.ring_targets, caches.layout.window_record.pack(keys))
 
     def context(self, features: Tensor) -> Tensor:
-        """Return [n, D]: the input that all stages share."""
+        """Return [T, D]: the input that all stages share."""
         projected = self.kernels.quantized_linear(features, self.feature_weight)
         return self.kernels.rms_norm(projected, self.feature_norm, epsilon=self.epsilon)

@@ -19,7 +19,7 @@ from deepinfer.models.deepseek_v41.weight_types import IndexerWeights
 class Published:
     """What the latest source layers of this forward pass left for the layers behind them.
 
-    `main_rows` [T, k]: pool rows of the selected entries, -1 = none; `candidates`: the candidate source's blocks.
+    `main_rows` [T, k] int32: pool rows of the selected entries, -1 = none; `candidates`: the candidate source's blocks.
     """
 
     main_rows: Tensor | None = None
@@ -71,7 +71,12 @@ class Indexer:
             stale = self._select(query, weights, other, rows, published).entries
             is_open = rows.is_decode & (rows.positions % 2 == 0)
             entries = torch.where(is_open.unsqueeze(1), stale, entries)
-        published.main_rows = rows.pool_rows(entries, caches.entries_per_block(self.source))
+        published.main_rows = kernels.locate_entries(
+            entries,
+            rows.row_sequence,
+            rows.block_table,
+            entries_per_block=caches.entries_per_block(self.source),
+        )
         if self.rule is not None:
             published.candidates = chosen.candidates
 

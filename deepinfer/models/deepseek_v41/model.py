@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, open
 from deepinfer.models.deepseek_v41.indexer import Published
 from deepinfer.models.deepseek_v41.kv_exchange import export_kv, import_kv
 from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
-from deepinfer.models.deepseek_v41.replay import Cut, cut_rows, keep_rows, replay_starts
+from deepinfer.models.deepseek_v41.replay import Cut, cut_rows, keep_rows, kept_numbers, replay_starts, upload
 from deepinfer.models.deepseek_v41.rope import compressed_frequencies, window_frequencies
 from deepinfer.models.deepseek_v41.step_rows import StepRows, build_step_rows
 from deepinfer.models.deepseek_v41.weight_types import LayerWeights, Weights
@@ -152,8 +153,11 @@ class DeepseekV41:
         if self.keep_tokens is None or inputs.prompts is None:
             return None
         starts = replay_starts(inputs.prompts, keep_tokens=self.keep_tokens)
-        kept, inputs = keep_rows(inputs, starts)
-        return cut_rows(rows, self.step_rows(inputs, window_starts=starts), kept, inputs.logit_rows)
+        kept = upload(kept_numbers(inputs.prompts, starts, len(inputs.positions)), self.device)
+        others = [0] * (len(inputs.sequence_slots) - len(starts))
+        window_starts = upload(np.array([*starts, *others], np.int64), self.device)
+        inputs = keep_rows(inputs, kept)
+        return cut_rows(rows, self.step_rows(inputs, window_starts=window_starts), kept, inputs.logit_rows)
 
     def step_rows(self, inputs: ForwardInputs, *, window_starts: Tensor | None = None) -> StepRows:
         """Return the index lists of a step; see `build_step_rows`."""

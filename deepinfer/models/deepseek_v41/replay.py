@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,29 +38,41 @@ class Cut:
     logit_rows: Tensor
 
 
-def replay_starts(prompts: Prompts, *, keep_tokens: int) -> Tensor:
-    """Return int64 [B]: the first position of each sequence that runs through every layer.
+def replay_starts(prompts: Prompts, *, keep_tokens: int) -> list[int]:
+    """Return the first position of each prompt that runs through every layer.
 
     0 where the logits of prompt rows are wanted: those need the whole depth.
     """
-    return torch.where(prompts.wants_logits, 0, (prompts.num_tokens - keep_tokens).clamp_min(0))
+    return [
+        0 if whole else max(0, num_tokens - keep_tokens)
+        for num_tokens, whole in zip(prompts.num_tokens, prompts.wants_logits, strict=True)
+    ]
 
 
-def keep_rows(inputs: ForwardInputs, starts: Tensor) -> tuple[Tensor, ForwardInputs]:
-    """Return the row numbers [K] from `starts` [B] on, without padding, and the step as if it had no other rows."""
-    sequence = inputs.row_sequence
-    kept = torch.nonzero((inputs.positions >= starts[sequence]) & ~inputs.is_padding).squeeze(1)
-    assert torch.isin(inputs.logit_rows, kept).all(), "logits are wanted of a row that stops before the last layer"
-    places = torch.searchsorted(kept, inputs.logit_rows)
-    sequence = sequence[kept]
-    numbers = torch.arange(len(inputs.sequence_starts), device=kept.device)
-    return kept, dataclasses.replace(
+def kept_numbers(prompts: Prompts, starts: list[int], num_rows: int) -> np.ndarray:
+    """Return the numbers int64 [K] of the rows from `starts` on, ascending, and of all rows behind the prompts'."""
+    kept, first_row = [], 0
+    for start, first, count in zip(starts, prompts.first_positions, prompts.num_rows, strict=True):
+        kept.append(np.arange(first_row + min(count, max(0, start - first)), first_row + count))
+        first_row += count
+    return np.concatenate((*kept, np.arange(first_row, num_rows)))
+
+
+def upload(values: np.ndarray, device: torch.device) -> Tensor:
+    """Return `values` on `device`; nothing waits for what runs there."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def keep_rows(inputs: ForwardInputs, kept: Tensor) -> ForwardInputs:
+    """Return the step as if it had the rows `kept` [K] only, in ascending order."""
+    return dataclasses.replace(
         inputs,
         token_ids=inputs.token_ids[kept],
         positions=inputs.positions[kept],
-        row_sequence=sequence,
-        sequence_starts=torch.searchsorted(sequence, numbers),
-        logit_rows=places,
+        row_sequence=inputs.row_sequence[kept],
+        sequence_starts=torch.searchsorted(kept, inputs.sequence_starts),
+        logit_rows=torch.searchsorted(kept, inputs.logit_rows),
         is_padding=inputs.is_padding[kept],
     )
 

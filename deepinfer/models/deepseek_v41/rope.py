@@ -18,10 +18,6 @@ class Rotation:
     cosine: Tensor
     sine: Tensor
 
-    def rows(self, index: Tensor) -> Rotation:
-        """Return the rotation of rows `index`."""
-        return Rotation(self.cosine[index], self.sine[index])
-
 
 def rotation_at(positions: Tensor, frequencies: Tensor) -> Rotation:
     """Angles are float32(position) * float32(frequency), as in the released reference."""

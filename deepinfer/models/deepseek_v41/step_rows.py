@@ -1,4 +1,7 @@
-"""Index lists of one step, computed once and read by every layer: which rows see, close and store what."""
+"""Index lists of one step, computed once and read by every layer: which rows see, close and store what.
+
+Every list has one entry per row, -1 where the row has no part in it, so no shape depends on what the device holds.
+"""
 
 from __future__ import annotations
 
@@ -16,55 +19,52 @@ from deepinfer.models.model_spec import ForwardInputs
 class EntryRows:
     """Compressed entries at one ratio. `visible` [T]: entries that each row may see, its own closing one included.
 
-    `closing` [n]: rows that close an entry; `targets` [n]: pool rows of those entries; `rotation`: at the position of
-    the first token of each closed entry. `entries_per_block`: for the block table.
+    `targets` [T]: the pool row of the entry that the row closes, or -1; `rotation`: at the position of the first token
+    of that entry.
     """
 
     visible: Tensor
-    closing: Tensor
     targets: Tensor
     rotation: Rotation
-    entries_per_block: int
 
 
 @dataclass(slots=True, frozen=True)
 class PairRows:
-    """First tokens of pairs. For the closing rows of ratio 2: `in_step` [n] whether the first token is the row before
-    in this step, else it lies in row `stored` [n] of the ring. `sources` [m] rows of this step go to ring `targets`.
+    """First tokens of pairs, in a ring of open pairs.
+
+    `first_rows` [T]: where the ring holds the first token of the pair that the row closes, or -1 when that is the row
+    before in this step; `targets` [T]: the ring's row for this row, when it is such a token that must be kept, or -1.
     """
 
-    in_step: Tensor
-    stored: Tensor
-    sources: Tensor
+    first_rows: Tensor
     targets: Tensor
 
 
 @dataclass(slots=True, frozen=True)
 class StepRows:
     """T rows of B sequences. `window_rows` [T, W]: rows of a layer's ring, or `len(ring) + t` for row t of this step,
-    ascending by position, -1 behind the last; the ring as it was before the step. `ring_sources` -> `ring_targets`:
-    rows of this step that the ring keeps. `is_decode` [T]: the only row of its sequence and not its first token.
+    ascending by position, -1 behind the last; the ring as it was before the step. `ring_targets` [T]: the ring's row
+    that keeps this row, or -1. `first`, `last` [T]: positions of the first and last row of the row's sequence.
     """
 
     row_sequence: Tensor
     sequence_starts: Tensor
     block_table: Tensor
     is_padding: Tensor
-    is_decode: Tensor
     positions: Tensor
+    first: Tensor
+    last: Tensor
     window_rows: Tensor
-    ring_sources: Tensor
     ring_targets: Tensor
     entries: dict[int, EntryRows]
     pairs: PairRows
     window_rotation: Rotation
     compressed_rotation: Rotation
 
-    def pool_rows(self, entries: Tensor, entries_per_block: int) -> Tensor:
-        """Pool rows of `entries` [T, k] of each row's own sequence; -1 stays -1."""
-        known = entries.clamp_min(0)
-        blocks = self.block_table[self.row_sequence.unsqueeze(1), known // entries_per_block]
-        return torch.where(entries < 0, -1, blocks * entries_per_block + known % entries_per_block)
+    @property
+    def is_decode(self) -> Tensor:
+        """[T] bool: the only row of its sequence and not its first token."""
+        return (self.first == self.last) & (self.positions > 0) & ~self.is_padding
 
 
 def build_step_rows(
@@ -82,33 +82,30 @@ def build_step_rows(
     """
     positions, sequence, real = inputs.positions, inputs.row_sequence, ~inputs.is_padding
     slots = inputs.sequence_slots[sequence]
-    extremes = positions.new_zeros(2, len(inputs.sequence_slots))
-    first = extremes[0].scatter_reduce(0, sequence, positions, "amin", include_self=False)[sequence]
-    last = extremes[1].scatter_reduce(0, sequence, positions, "amax", include_self=False)[sequence]
-    starts = inputs.sequence_starts[sequence]
+    numbers = torch.arange(len(positions), device=positions.device)
+    first = positions - numbers + inputs.sequence_starts[sequence]
+    highest = positions.new_zeros(len(inputs.sequence_slots)).scatter_reduce(0, sequence, positions, "amax")
+    last = highest[sequence]
     seen_from = torch.zeros_like(positions) if window_starts is None else window_starts[sequence]
     ring = caches.layout.ring_length
-    ring_sources = torch.nonzero(real & (positions > last - ring)).squeeze(1)
-    table = inputs.block_tables[GLOBAL_GROUP]
+    compressed_rotation = rotation_at(positions, compressed_frequencies)
+    entries = {1: _every_row(inputs, real, caches, compressed_rotation)}
+    if 2 in caches.layout.ratios.values():
+        entries[2] = _every_other_row(inputs, real, caches, compressed_frequencies)
     return StepRows(
         row_sequence=sequence,
         sequence_starts=inputs.sequence_starts,
-        block_table=table,
+        block_table=inputs.block_tables[GLOBAL_GROUP],
         is_padding=inputs.is_padding,
-        is_decode=(first == last) & (positions > 0) & real,
         positions=positions,
-        window_rows=_window_rows(positions, seen_from, first, starts, slots, real, window, caches),
-        ring_sources=ring_sources,
-        ring_targets=slots[ring_sources] * ring + positions[ring_sources] % ring,
-        entries={
-            ratio: _entry_rows(
-                positions, real, table[sequence], caches.tokens_per_block // ratio, ratio, compressed_frequencies
-            )
-            for ratio in sorted(set(caches.layout.ratios.values()))
-        },
+        first=first,
+        last=last,
+        window_rows=_window_rows(positions, seen_from, first, numbers, slots, real, window, caches),
+        ring_targets=torch.where(real & (positions > last - ring), slots * ring + positions % ring, -1),
+        entries=entries,
         pairs=_pair_rows(positions, first, last, slots, real),
         window_rotation=rotation_at(positions, window_frequencies),
-        compressed_rotation=rotation_at(positions, compressed_frequencies),
+        compressed_rotation=compressed_rotation,
     )
 
 
@@ -116,7 +113,7 @@ def _window_rows(
     positions: Tensor,
     seen_from: Tensor,
     first: Tensor,
-    starts: Tensor,
+    numbers: Tensor,
     slots: Tensor,
     real: Tensor,
     window: int,
@@ -125,39 +122,42 @@ def _window_rows(
     ring = caches.layout.ring_length
     oldest = torch.maximum(positions - window + 1, seen_from)
     wanted = oldest.unsqueeze(1) + torch.arange(window, device=positions.device)
-    own = caches.window[0].shape[0] + starts.unsqueeze(1) + wanted - first.unsqueeze(1)
-    stored = slots.unsqueeze(1) * ring + wanted % ring
+    own = wanted + (caches.window[0].shape[0] + numbers - positions).unsqueeze(1)
+    stored = (slots * ring).unsqueeze(1) + wanted % ring
     rows = torch.where(wanted >= first.unsqueeze(1), own, stored)
-    return torch.where((wanted <= positions.unsqueeze(1)) & real.unsqueeze(1), rows, -1)
+    newest = torch.where(real, positions, -1)
+    return torch.where(wanted <= newest.unsqueeze(1), rows, -1)
 
 
-def _entry_rows(
-    positions: Tensor, real: Tensor, row_tables: Tensor, entries_per_block: int, ratio: int, frequencies: Tensor
-) -> EntryRows:
-    visible = torch.where(real, (positions + 1) // ratio, 0)
-    closing = torch.nonzero(real & ((positions + 1) % ratio == 0)).squeeze(1)
-    entries = visible[closing] - 1
-    blocks = row_tables[closing].gather(1, (entries // entries_per_block).unsqueeze(1)).squeeze(1)
+def _every_row(inputs: ForwardInputs, real: Tensor, caches: Caches, rotation: Rotation) -> EntryRows:
+    """Ratio 1: every row closes an entry of its own position."""
+    rows = _pool_rows(inputs, inputs.positions, caches.tokens_per_block)
     return EntryRows(
-        visible=visible,
-        closing=closing,
-        targets=blocks * entries_per_block + entries % entries_per_block,
-        rotation=rotation_at(entries * ratio, frequencies),
-        entries_per_block=entries_per_block,
+        visible=torch.where(real, inputs.positions + 1, 0), targets=torch.where(real, rows, -1), rotation=rotation
     )
 
 
+def _every_other_row(inputs: ForwardInputs, real: Tensor, caches: Caches, frequencies: Tensor) -> EntryRows:
+    """Ratio 2: rows at odd positions close an entry."""
+    entries = inputs.positions // 2
+    closes = inputs.positions % 2
+    rows = _pool_rows(inputs, entries, caches.tokens_per_block // 2)
+    return EntryRows(
+        visible=torch.where(real, entries + closes, 0),
+        targets=torch.where(real & (closes == 1), rows, -1),
+        rotation=rotation_at(entries * 2, frequencies),
+    )
+
+
+def _pool_rows(inputs: ForwardInputs, entries: Tensor, entries_per_block: int) -> Tensor:
+    """Pool rows [T] of one entry of each row's own sequence."""
+    blocks = inputs.block_tables[GLOBAL_GROUP][inputs.row_sequence, entries // entries_per_block]
+    return blocks * entries_per_block + entries % entries_per_block
+
+
 def _pair_rows(positions: Tensor, first: Tensor, last: Tensor, slots: Tensor, real: Tensor) -> PairRows:
-    closing = torch.nonzero(real & (positions % 2 == 1)).squeeze(1)
-    kept = positions > last - 2 * OPEN_PAIRS_PER_SLOT
-    sources = torch.nonzero(real & (positions % 2 == 0) & kept).squeeze(1)
-
-    def ring_row(rows: Tensor) -> Tensor:
-        return slots[rows] * OPEN_PAIRS_PER_SLOT + positions[rows] // 2 % OPEN_PAIRS_PER_SLOT
-
+    ring_rows = slots * OPEN_PAIRS_PER_SLOT + positions // 2 % OPEN_PAIRS_PER_SLOT
+    kept = real & (positions % 2 == 0) & (positions > last - 2 * OPEN_PAIRS_PER_SLOT)
     return PairRows(
-        in_step=positions[closing] > first[closing],
-        stored=ring_row(closing),
-        sources=sources,
-        targets=ring_row(sources),
+        first_rows=torch.where(real & (positions == first), ring_rows, -1), targets=torch.where(kept, ring_rows, -1)
     )
