@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+# Characters of a value that a message repeats, and of a whole message: rows hold values and names of any length.
+_MAX_SHOWN = 200
+_MAX_MESSAGE = 1_000
+
 
 class DeepInferError(Exception):
     """Base of all errors raised on purpose by this package."""
@@ -33,18 +37,31 @@ class RequestError(DeepInferError):
     """One request is wrong or failed; it becomes that row's error and never touches another row.
 
     `code` is a short machine-readable word (`invalid_value`, `context_length_exceeded`, ...), `param` names the
-    field in the request body, if one is at fault.
+    field in the request body, if one is at fault. Both are cut in their middle where they would be endless.
     """
 
     def __init__(self, message: str, *, code: str = "invalid_request", param: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(_cut(message, _MAX_MESSAGE))
         self.code = code
-        self.param = param
+        self.param = None if param is None else _cut(param, _MAX_SHOWN)
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    end = limit // 4
+    return f"{text[: limit - end - 3]}...{text[-end:]}"
 
 
 def invalid_value(param: str, problem: str) -> RequestError:
     """Return the error of a wrong value in the field `param`; `problem` goes on behind the field's name."""
     return RequestError(f"{param} {problem}", code="invalid_value", param=param)
+
+
+def shown(value: object) -> str:
+    """Return `value` for a message, cut to a length that a person reads."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 class RankError(DeepInferError):

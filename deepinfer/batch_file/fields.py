@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
-from deepinfer.errors import RequestError, invalid_value
+from deepinfer.errors import RequestError, invalid_value, shown
 from deepinfer.protocol import SamplingParams
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
@@ -136,12 +136,6 @@ def body_field(name: str, present: Collection[str], endpoint: Endpoint) -> str:
     if name == "max_tokens" and "max_completion_tokens" in present:
         return "max_completion_tokens"
     return name
-
-
-def shown(value: object) -> str:
-    """Return `value` for a message, cut to a length that fits a line."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _unknown(name: str, endpoint: Endpoint) -> RequestError:

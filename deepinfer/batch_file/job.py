@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deepinfer.batch_file.bodies import AnsweredRow, AnswerWriter, TokenTexts, error_line
-from deepinfer.batch_file.fields import body_field, shown
+from deepinfer.batch_file.fields import body_field
 from deepinfer.batch_file.known_ids import KnownIds
 from deepinfer.batch_file.lines import InputLine, can_reread, is_url, local_path, open_input, read_lines
 from deepinfer.batch_file.output import Output, open_output
 from deepinfer.batch_file.rows import BatchRow, build_row, custom_id_of, decode_line
-from deepinfer.errors import ClusterError, ConfigError, RequestError
+from deepinfer.errors import ClusterError, ConfigError, RequestError, shown
 from deepinfer.outputs import Row, RowResult
 
 # How many rows a message names.
@@ -178,7 +178,7 @@ class _Job:
                 if self._is_kept(line):
                     continue
                 if not is_new:
-                    message = f"custom_id {custom_id!r} was used on an earlier line; give every row its own"
+                    message = f"custom_id {shown(custom_id)} was used on an earlier line; give every row its own"
                     raise RequestError(message, code="duplicate_custom_id", param="custom_id")
                 batch_row = build_row(fields, line.number)
             except RequestError as error:

@@ -15,10 +15,9 @@ from deepinfer.batch_file.fields import (
     Endpoint,
     check_fields,
     sampling_params,
-    shown,
 )
 from deepinfer.batch_file.lines import MAX_LINE_BYTES, InputLine
-from deepinfer.errors import RequestError, invalid_value
+from deepinfer.errors import RequestError, invalid_value, shown
 from deepinfer.outputs import ChatOptions, Row
 
 _KEYS = ("custom_id", "method", "url", "body")
@@ -115,5 +114,5 @@ def _prompt(present: Mapping[str, Any]) -> str | list[int]:
         if not isinstance(item, int) or isinstance(item, bool):
             raise invalid_value("prompt", f"must be text or a list of token ids; item {place} is {shown(item)}")
         if not 0 <= item < 2**31:
-            raise invalid_value("prompt", f"must hold token ids; item {place} is {item}")
+            raise invalid_value("prompt", f"must hold token ids; item {place} is {shown(item)}")
     return prompt

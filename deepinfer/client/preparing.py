@@ -9,7 +9,7 @@ import msgspec
 
 from deepinfer.client.answer_grammar import answer_grammar
 from deepinfer.codec import pack
-from deepinfer.errors import RequestError, invalid_value
+from deepinfer.errors import RequestError, invalid_value, shown
 from deepinfer.outputs import Row
 from deepinfer.protocol import OutputFormat, Request, SamplingParams
 from deepinfer.scheduler.sampling_params import check_sampling
@@ -76,11 +76,11 @@ class RequestMaker:
         if isinstance(prompt, str):
             return [self.tokenizer.bos_token_id, *self.tokenizer.encode_text(prompt)]
         if not isinstance(prompt, list | tuple) or not prompt:
-            raise invalid_value("prompt", f"must be a text or a list of at least one token id, not {_shown(prompt)}")
+            raise invalid_value("prompt", f"must be a text or a list of at least one token id, not {shown(prompt)}")
         for place, token_id in enumerate(prompt):
             if not _is_token(token_id, self._vocab_size):
                 raise invalid_value(
-                    f"prompt[{place}]", f"must be a token id from 0 to {self._vocab_size - 1}, not {_shown(token_id)}"
+                    f"prompt[{place}]", f"must be a token id from 0 to {self._vocab_size - 1}, not {shown(token_id)}"
                 )
         return list(prompt)
 
@@ -116,8 +116,3 @@ class RequestMaker:
 
 def _is_token(token_id: Any, vocab_size: int) -> bool:
     return isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, shown
 from deepinfer.protocol import SamplingParams
 
 GREEDY_BELOW = 1e-5  # a temperature below this takes the most likely token
@@ -136,7 +136,7 @@ def _philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[i
 
 
 def _refuse(name: str, value: object, expected: str) -> RequestError:
-    return RequestError(f"{name}: {value!r} is not allowed, use {expected}", code="invalid_value", param=name)
+    return RequestError(f"{name}: {shown(value)} is not allowed, use {expected}", code="invalid_value", param=name)
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, shown
 
 MAX_REGEX_CHARACTERS = 8192
 _SURROGATES = r"\ud800-\udfff"
@@ -38,12 +38,14 @@ def normalize_regex(text: str, *, param: str, code: str = "invalid_value", in_js
         pattern = _CLASS if body[position] == "[" else _ITEM
         match = pattern.match(body, position)
         if match is None:
-            raise _refuse(param, code, f"has a class at {body[position : position + 12]!r} that can't be enforced")
+            raise _refuse(param, code, f"has a class at {shown(body[position : position + 12])} that can't be enforced")
         problem, part = _rewrite_class(match) if pattern is _CLASS else _rewrite_item(match)
         if match.group() == "+" and parts and parts[-1] in _QUANTIFIER_ENDS:
             problem = "has a possessive quantifier; leave its second sign out"
         if in_json and not match.group().startswith("[^") and _ESCAPED_IN_JSON.search(match.group()):
-            problem = f"has {match.group()!r}: quotes, backslashes and control characters can't be enforced in strings"
+            problem = (
+                f"has {shown(match.group())}: quotes, backslashes and control characters can't be enforced in strings"
+            )
         if problem:
             raise _refuse(param, code, problem)
         parts.append(part)
@@ -63,11 +65,11 @@ def _rewrite_class(match: re.Match[str]) -> tuple[str, str]:
     """Return what is wrong with a class ("" if nothing), and its form without surrogates."""
     negation, items = match.groups()
     if any(operator in items for operator in _SET_OPERATORS):
-        return f"has {match.group()!r}; escape the doubled characters in the class", ""
+        return f"has {shown(match.group())}; escape the doubled characters in the class", ""
     if not negation and items in _EVERYTHING:
         return "", f"[^{_SURROGATES}]"
     if any(f"\\{letter}" in items.replace("\\\\", "") for letter in "DWS"):
-        return f"has {match.group()!r}; \\D, \\W and \\S can't be enforced inside a class", ""
+        return f"has {shown(match.group())}; \\D, \\W and \\S can't be enforced inside a class", ""
     return "", f"[^{items}{_SURROGATES}]" if negation else match.group()
 
 
@@ -82,7 +84,7 @@ def _rewrite_item(match: re.Match[str]) -> tuple[str, str]:
     if character == "\\":
         return f"has the escape {match.string[match.start() : match.start() + 2]}, which can't be enforced", ""
     if character is not None and character in "^$":
-        return f"has the anchor {character!r} in the middle; the whole text is matched, remove it", ""
+        return f"has the anchor {shown(character)} in the middle; the whole text is matched, remove it", ""
     return "", rf"[^\n\r{_SURROGATES}]" if character == "." else match.group()
 
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, shown
 from deepinfer.schema_check.formats import FORMAT_PATTERNS, NATIVE_FORMATS
 from deepinfer.schema_check.one_of import are_disjoint
 from deepinfer.schema_check.pointers import Pointer, child, parse_reference, show_pointer
@@ -126,7 +126,9 @@ class _Checker:
             return
         allowed = {form, "type"} if form in ("const", "enum") else {form}
         for name in sorted(keywords - allowed):
-            self._refuse(child(pointer, name), f"can't be enforced beside {form!r}; move it into a schema of its own")
+            self._refuse(
+                child(pointer, name), f"can't be enforced beside {shown(form)}; move it into a schema of its own"
+            )
         self._check_form(form, schema, pointer)
 
     def _walk_map(self, schemas: object, pointer: Pointer) -> None:
@@ -146,7 +148,7 @@ class _Checker:
         if form == "$ref":
             target = parse_reference(value)
             if target is None:
-                self._refuse(at, f"is {value!r}; only references into this schema ('#/...') can be followed")
+                self._refuse(at, f"is {shown(value)}; only references into this schema ('#/...') can be followed")
             self._references.append((at, target))
         elif form in ("anyOf", "oneOf"):
             self._walk_list(value, at)
@@ -164,14 +166,14 @@ class _Checker:
         types = self._types(schema, pointer[:-1]) if "type" in schema else TYPES
         for value in values:
             if not any(_is_of_type(value, name) for name in types):
-                self._refuse(pointer, f"has the value {value!r}, which is not of the type that stands beside it")
+                self._refuse(pointer, f"has the value {shown(value)}, which is not of the type that stands beside it")
 
     def _types(self, schema: dict[str, Any], pointer: Pointer) -> tuple[str, ...]:
         declared = schema["type"]
         types = declared if isinstance(declared, list) else [declared]
         for name in types:
             if name not in TYPES:
-                self._refuse(child(pointer, "type"), f"is {name!r}; use {', '.join(TYPES)}")
+                self._refuse(child(pointer, "type"), f"is {shown(name)}; use {', '.join(TYPES)}")
         if not types or len(set(types)) < len(types):
             self._refuse(child(pointer, "type"), "must be a type or a list of different types")
         return tuple(types)
@@ -179,17 +181,17 @@ class _Checker:
     def _check_typed(self, schema: dict[str, Any], keywords: set[str], pointer: Pointer) -> None:
         asserted = keywords - {"type"}
         for name in sorted(asserted - _TYPED_KEYWORDS):
-            self._refuse(child(pointer, name), f"the keyword {name!r} can't be enforced; leave it out")
+            self._refuse(child(pointer, name), f"the keyword {shown(name)} can't be enforced; leave it out")
         if "type" not in schema:
             types = tuple(name for name in ("object", "array") if asserted and asserted <= _OF_TYPE[name])
             if asserted and (not types or not asserted & {"properties", "items", "prefixItems"}):
                 name = min(asserted)
-                self._refuse(child(pointer, name), f"the keyword {name!r} is enforced only beside 'type'; add it")
+                self._refuse(child(pointer, name), f"the keyword {shown(name)} is enforced only beside 'type'; add it")
         else:
             types = self._types(schema, pointer)
         usable = frozenset().union(*(_OF_TYPE[name] for name in types)) if types else frozenset()
         for name in sorted(asserted - usable):
-            self._refuse(child(pointer, name), f"the keyword {name!r} means nothing for {' or '.join(types)}")
+            self._refuse(child(pointer, name), f"the keyword {shown(name)} means nothing for {' or '.join(types)}")
         for name in types:
             check = self._checks().get(name)
             if check is not None:
@@ -208,7 +210,9 @@ class _Checker:
         self._check_counts(schema, pointer, "minLength", "maxLength")
         rivals = [name for name in ("pattern", "format", "minLength", "maxLength") if name in schema]
         if len(rivals) > 1 and rivals[0] in ("pattern", "format"):
-            self._refuse(child(pointer, rivals[1]), f"can't be enforced beside {rivals[0]!r}; say it in one pattern")
+            self._refuse(
+                child(pointer, rivals[1]), f"can't be enforced beside {shown(rivals[0])}; say it in one pattern"
+            )
         if "pattern" in schema:
             if not isinstance(schema["pattern"], str):
                 self._refuse(child(pointer, "pattern"), "must be a string")
@@ -226,13 +230,15 @@ class _Checker:
             self.formats.append(pointer)
         elif name not in NATIVE_FORMATS:
             known = ", ".join(sorted((*NATIVE_FORMATS, *FORMAT_PATTERNS)))
-            self._refuse(pointer, f"the format {name!r} can't be enforced; use {known}")
+            self._refuse(pointer, f"the format {shown(name)} can't be enforced; use {known}")
 
     def _check_integer(self, schema: dict[str, Any], pointer: Pointer) -> None:
         for name in _OF_TYPE["integer"] & schema.keys():
             value = schema[name]
             if not _is_of_type(value, "integer") or abs(value) > MAX_WHOLE_NUMBER:
-                self._refuse(child(pointer, name), f"must be a whole number up to 2^53 for integers, not {value!r}")
+                self._refuse(
+                    child(pointer, name), f"must be a whole number up to 2^53 for integers, not {shown(value)}"
+                )
         if schema.get("multipleOf", 1) < 1:
             self._refuse(child(pointer, "multipleOf"), "must be above 0")
         self._check_range(schema, pointer)
@@ -242,25 +248,27 @@ class _Checker:
             self._refuse(child(pointer, "multipleOf"), "the keyword 'multipleOf' is enforced only for type 'integer'")
         for name in _OF_TYPE["number"] & schema.keys():
             if not _is_of_type(schema[name], "number") or abs(schema[name]) > MAX_WHOLE_NUMBER:
-                self._refuse(child(pointer, name), f"must be a number up to 2^53, not {schema[name]!r}")
+                self._refuse(child(pointer, name), f"must be a number up to 2^53, not {shown(schema[name])}")
         self._check_range(schema, pointer)
 
     def _check_range(self, schema: dict[str, Any], pointer: Pointer) -> None:
         for side in ("Minimum", "Maximum"):
             if side.lower() in schema and f"exclusive{side}" in schema:
-                self._refuse(child(pointer, f"exclusive{side}"), f"stands beside {side.lower()!r}; keep one of them")
+                self._refuse(
+                    child(pointer, f"exclusive{side}"), f"stands beside {shown(side.lower())}; keep one of them"
+                )
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
         high = schema.get("maximum", schema.get("exclusiveMaximum"))
         is_open = "exclusiveMinimum" in schema or "exclusiveMaximum" in schema
         if low is not None and high is not None and (low > high or (low == high and is_open)):
             name = "minimum" if "minimum" in schema else "exclusiveMinimum"
-            self._refuse(child(pointer, name), f"leaves no number between {low!r} and {high!r}")
+            self._refuse(child(pointer, name), f"leaves no number between {shown(low)} and {shown(high)}")
 
     def _check_array(self, schema: dict[str, Any], pointer: Pointer) -> None:
         self._check_counts(schema, pointer, "minItems", "maxItems")
         for name in ("uniqueItems", "unevaluatedItems"):
             if schema.get(name, False) is not False:
-                self._refuse(child(pointer, name), f"the keyword {name!r} can't be enforced; leave it out")
+                self._refuse(child(pointer, name), f"the keyword {shown(name)} can't be enforced; leave it out")
         items = schema.get("items", False)
         if items is not False:
             self._walk(items, child(pointer, "items"))
@@ -278,7 +286,9 @@ class _Checker:
             self._refuse(child(pointer, "required"), "must be a list of names")
         for name in required:
             if name not in properties:
-                self._refuse(child(pointer, "required"), f"{name!r} is enforced only if 'properties' has it; add it")
+                self._refuse(
+                    child(pointer, "required"), f"{shown(name)} is enforced only if 'properties' has it; add it"
+                )
         if schema.get("unevaluatedProperties", False) is not False:
             self._refuse(child(pointer, "unevaluatedProperties"), "can't be enforced; leave it out")
         self._check_open(schema, pointer)
@@ -305,9 +315,9 @@ class _Checker:
                 continue
             value = schema[name]
             if not _is_of_type(value, "integer") or not 0 <= value <= MAX_COUNT:
-                self._refuse(child(pointer, name), f"must be a whole number from 0 to {MAX_COUNT}, not {value!r}")
+                self._refuse(child(pointer, name), f"must be a whole number from 0 to {MAX_COUNT}, not {shown(value)}")
         if schema.get(low, 0) > schema.get(high, MAX_COUNT):
-            self._refuse(child(pointer, low), f"is above {high!r}")
+            self._refuse(child(pointer, low), f"is above {shown(high)}")
 
     def _refuse(self, pointer: Pointer, problem: str) -> NoReturn:
         raise RequestError(

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from deepinfer.errors import invalid_value
+from deepinfer.errors import invalid_value, shown
 from deepinfer.protocol import GrammarSpec
 from deepinfer.schema_check.regex import normalize_regex
 from deepinfer.schema_check.schema import normalize_schema
@@ -36,7 +36,7 @@ def grammar_of_so_args(so_args: object) -> GrammarSpec:
             raise invalid_value(f"so_args.{name}", "is not known; use schema_type and schema")
     kind = _TYPES.get(str(so_args.get("schema_type")))
     if kind is None:
-        raise invalid_value("so_args.schema_type", f"is {so_args.get('schema_type')!r}; use {', '.join(_TYPES)}")
+        raise invalid_value("so_args.schema_type", f"is {shown(so_args.get('schema_type'))}; use {', '.join(_TYPES)}")
     schema = so_args.get("schema")
     if kind == "json":
         return _json_spec(_decode(schema), "so_args.schema")
@@ -62,7 +62,7 @@ def grammar_of_response_format(response_format: object) -> GrammarSpec | None:
     if kind == "json_object":
         return _json_spec(_ANY_OBJECT, "response_format")
     if kind != "json_schema":
-        raise invalid_value("response_format.type", f"is {kind!r}; use 'text', 'json_object' or 'json_schema'")
+        raise invalid_value("response_format.type", f"is {shown(kind)}; use 'text', 'json_object' or 'json_schema'")
     wrapper = response_format.get("json_schema")
     schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else None
     if not isinstance(schema, Mapping):

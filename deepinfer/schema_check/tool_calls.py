@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, shown
 from deepinfer.protocol import GrammarSpec
 from deepinfer.schema_check.schema import normalize_schema
 from deepinfer.tokenizer import ToolSchema
@@ -26,7 +26,7 @@ def grammar_of_tools(tools: Sequence[ToolSchema]) -> GrammarSpec:
     """
     functions = []
     for tool in tools:
-        place = f"tools: the parameters of {tool.name!r}"
+        place = f"tools: the parameters of {shown(tool.name)}"
         try:
             parameters = normalize_schema({"type": "object", **tool.parameters}, param=place)
             _check_parameters(parameters, place)

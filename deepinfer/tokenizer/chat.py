@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import deepseek_recipe as recipe
 import msgspec
 
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, shown
 from deepinfer.protocol import OutputFormat
 from deepinfer.tokenizer.messages import TASK_TOKENS, ChatMessage, parse_messages
 from deepinfer.tokenizer.tools import ToolSchema, check_json, invalid, parse_tools
@@ -68,7 +68,7 @@ def encode_chat(
     parsed_tools = parse_tools(tools)
     effort = _check_effort(reasoning_effort)
     if not isinstance(thinking, bool):
-        raise invalid("thinking", f"is {thinking!r}; use true or false")
+        raise invalid("thinking", f"is {shown(thinking)}; use true or false")
     thinking = thinking and effort != "none"
     forced = _forced_tools(tool_choice, parsed_tools)
     uses_tools = tool_choice != "none" and bool(parsed_tools)
@@ -124,7 +124,7 @@ def _check_effort(effort: object) -> str | int:
         return effort
     if isinstance(effort, str) and effort in (*_EFFORTS, "none"):
         return effort
-    raise invalid("reasoning_effort", f"is {effort!r}; use {', '.join(_EFFORTS)}, none or an integer 1 to 100")
+    raise invalid("reasoning_effort", f"is {shown(effort)}; use {', '.join(_EFFORTS)}, none or an integer 1 to 100")
 
 
 def _forced_tools(choice: object, tools: tuple[ToolSchema, ...]) -> tuple[ToolSchema, ...]:
@@ -139,10 +139,10 @@ def _forced_tools(choice: object, tools: tuple[ToolSchema, ...]) -> tuple[ToolSc
     name = function.get("name") if isinstance(function, dict) else None
     if name is None:
         known = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
-        raise invalid("tool_choice", f"is {choice!r}; use {known}")
+        raise invalid("tool_choice", f"is {shown(choice)}; use {known}")
     named = tuple(tool for tool in tools if tool.name == name)
     if not named:
-        raise invalid("tool_choice.function.name", f"is {name!r}, which is no declared tool")
+        raise invalid("tool_choice.function.name", f"is {shown(name)}, which is no declared tool")
     return named
 
 
@@ -158,7 +158,7 @@ def _check_response_format(response_format: object) -> object:
     if kind == "json_object":
         return {"type": "json_object"}
     if kind != "json_schema":
-        raise invalid("response_format.type", f"is {kind!r}; use 'text', 'json_object' or 'json_schema'")
+        raise invalid("response_format.type", f"is {shown(kind)}; use 'text', 'json_object' or 'json_schema'")
     wrapper = response_format.get("json_schema")
     schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
     if not isinstance(schema, dict):

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, shown
 from deepinfer.tokenizer.tools import check_json, check_text, invalid, refuse_unknown_keys
 
 _KNOWN_KEYS = {
@@ -68,14 +68,14 @@ def _parse_message(message: object, path: str) -> ChatMessage:
     role = message.get("role")
     known = _KNOWN_KEYS.get(role) if isinstance(role, str) else None
     if known is None:
-        raise invalid(f"{path}.role", f"is {role!r}; use one of {', '.join(_KNOWN_KEYS)}")
+        raise invalid(f"{path}.role", f"is {shown(role)}; use one of {', '.join(_KNOWN_KEYS)}")
     assert isinstance(role, str)
     refuse_unknown_keys(message, known, path)
     if role == "assistant":
         return _parse_assistant(message, path)
     task = message.get("task")
     if task is not None and (not isinstance(task, str) or task not in TASK_TOKENS):
-        raise invalid(f"{path}.task", f"is {task!r}; use one of {', '.join(TASK_TOKENS)}")
+        raise invalid(f"{path}.task", f"is {shown(task)}; use one of {', '.join(TASK_TOKENS)}")
     call_id = message.get("tool_call_id")
     return ChatMessage(
         role=role,
@@ -90,7 +90,7 @@ def _parse_assistant(message: dict[str, Any], path: str) -> ChatMessage:
     reasoning = _parse_reasoning(message, path)
     prefix = message.get("prefix", False)
     if not isinstance(prefix, bool | None):
-        raise invalid(f"{path}.prefix", f"is {prefix!r}; use true or false")
+        raise invalid(f"{path}.prefix", f"is {shown(prefix)}; use true or false")
     calls = _parse_calls(message.get("tool_calls"), f"{path}.tool_calls")
     if content is None and not calls and not (prefix and reasoning):
         raise invalid(f"{path}.content", "is missing; an assistant message needs content or tool_calls")
@@ -131,7 +131,7 @@ def _parse_part(part: object, path: str) -> str:
         return check_text(part.get("text"), f"{path}.text")
     if isinstance(kind, str) and "image" in kind:
         raise RequestError(f"{path}: images are not supported; send text parts only", code="not_available", param=path)
-    raise invalid(f"{path}.type", f"is {kind!r}; only 'text' parts are supported")
+    raise invalid(f"{path}.type", f"is {shown(kind)}; only 'text' parts are supported")
 
 
 def _parse_calls(calls: object, path: str) -> tuple[HistoryCall, ...]:
@@ -147,14 +147,14 @@ def _parse_call(call: object, path: str) -> HistoryCall:
         raise invalid(path, f"must be an object, not {type(call).__name__}")
     refuse_unknown_keys(call, {"id", "type", "function", "index"}, path)
     if call.get("type", "function") != "function":
-        raise invalid(f"{path}.type", f"is {call['type']!r}; only 'function' is supported")
+        raise invalid(f"{path}.type", f"is {shown(call['type'])}; only 'function' is supported")
     function = call.get("function")
     if not isinstance(function, dict):
         raise invalid(f"{path}.function", "must be an object with name and arguments")
     refuse_unknown_keys(function, {"name", "arguments"}, f"{path}.function")
     name = check_text(function.get("name"), f"{path}.function.name")
     if not name or any(character in name for character in '"<>\n'):
-        raise invalid(f"{path}.function.name", f"is {name!r}, which no tool can have")
+        raise invalid(f"{path}.function.name", f"is {shown(name)}, which no tool can have")
     call_id = call.get("id")
     return HistoryCall(
         id="" if call_id is None else check_text(call_id, f"{path}.id"),

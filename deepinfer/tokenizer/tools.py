@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, shown
 
 MAX_NESTING = 100  # the vendor's package stops at 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]+")
@@ -46,7 +46,7 @@ def parse_tools(tools: object) -> tuple[ToolSchema, ...]:
     seen: set[str] = set()
     for index, tool in enumerate(parsed):
         if tool.name in seen:
-            raise invalid(f"tools[{index}].function.name", f"{tool.name!r} is declared twice; rename one of them")
+            raise invalid(f"tools[{index}].function.name", f"{shown(tool.name)} is declared twice; rename one of them")
         seen.add(tool.name)
     return parsed
 
@@ -55,7 +55,7 @@ def _parse_tool(tool: object, path: str) -> ToolSchema:
     if not isinstance(tool, dict):
         raise invalid(path, f"must be an object, not {type(tool).__name__}")
     if tool.get("type", "function") != "function":
-        raise invalid(f"{path}.type", f"is {tool['type']!r}; only 'function' is supported")
+        raise invalid(f"{path}.type", f"is {shown(tool['type'])}; only 'function' is supported")
     refuse_unknown_keys(tool, {"type", "function"}, path)
     function = tool.get("function")
     if not isinstance(function, dict):
@@ -64,7 +64,7 @@ def _parse_tool(tool: object, path: str) -> ToolSchema:
     refuse_unknown_keys(function, _FUNCTION_KEYS, path)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise invalid(f"{path}.name", f"is {name!r}; use letters, digits, '_' and '-'")
+        raise invalid(f"{path}.name", f"is {shown(name)}; use letters, digits, '_' and '-'")
     if function.get("strict"):
         raise RequestError(
             f"{path}.strict: arguments can't be enforced; leave it out or set it to false",
