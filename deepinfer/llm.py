@@ -96,7 +96,7 @@ class LLM:
         self._end = weakref.finalize(self, _end, own_driver, connection)
         self._client = client
         facts = client.facts
-        self._max_in_flight = min(self.config.scheduler.max_in_flight, facts.config.scheduler.max_in_flight)
+        self._max_in_flight = _max_in_flight(self.config, facts.config)
         self.max_model_len = facts.max_model_len
         self._maker = RequestMaker(
             self.tokenizer,
@@ -259,6 +259,14 @@ def _join(config: ClusterConfig, directory: Path) -> EngineClient | None:
     check_joinable(config, digest, client.facts)
     _LOGGER.info("using the running engine %r", config.name)
     return client
+
+
+def _max_in_flight(asked: ClusterConfig, engine: ClusterConfig) -> int:
+    """Return how many requests this process may have open, and say so when that is less than it asks for."""
+    wanted, allowed = asked.scheduler.max_in_flight, engine.scheduler.max_in_flight
+    if wanted > allowed:
+        _LOGGER.info("%d requests in flight (scheduler.max_in_flight): the engine allows no more", allowed)
+    return min(wanted, allowed)
 
 
 def _load(

@@ -94,9 +94,14 @@ class RequestMaker:
                 code="context_length_exceeded",
                 param="prompt",
             )
-        if params.max_tokens <= room:
-            return params
-        return msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+        if params.min_tokens > room:
+            raise RequestError(
+                f"min_tokens: {params.min_tokens} do not fit behind a prompt of {num_prompt_tokens} tokens into the "
+                f"context of {self._max_model_len}; use at most {room}",
+                code="context_length_exceeded",
+                param="min_tokens",
+            )
+        return msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
 
     def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         def entries(number: int | None) -> int:
