@@ -15,7 +15,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import triton.language as tl
-from support.op_cases import CHECKS, Bench, small
+from support import nvidia_cases, op_cases
+from support.op_cases import Bench, small
 from triton.runtime import interpreter
 
 from deepinfer.kernels.ops import REFERENCE_NUMERICS
@@ -57,6 +58,7 @@ def triton_kernels() -> KernelSet:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     kernels = triton_kernels()
-    for name in sys.argv[1:] or CHECKS:
-        CHECKS[name](Bench(kernels, small(), torch.device("cpu")))
+    checks = op_cases.CHECKS | nvidia_cases.CHECKS
+    for name in sys.argv[1:] or checks:
+        checks[name](Bench(kernels, small(), torch.device("cpu")))
         print("passed", name, flush=True)

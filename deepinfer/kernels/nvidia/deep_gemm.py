@@ -152,10 +152,10 @@ class ExpertMLP:
         released = Fp4Weights(gate, gate_scale, up, up_scale, down, down_scale)
         if gate.shape[1] % GROUP or 2 * gate.shape[2] % GROUP:
             return released
-        gate_up = _recast(torch.cat((gate, up), 1), torch.cat((gate_scale, up_scale), 1))
-        recast_down = _recast(down, down_scale)
+        gate_up = recast_fp4(torch.cat((gate, up), 1), torch.cat((gate_scale, up_scale), 1))
+        recast_down = recast_fp4(down, down_scale)
         if gate_up is None or recast_down is None:
-            _log.warning("experts stay FP4: the scales of a 128 x 128 tile differ by more than 2^11; about 3x slower")
+            _log.warning("experts stay FP4: the scales of a 128 x 128 tile differ by more than 2^12; about 3x slower")
             return released
         return Fp8Experts(gate_up, recast_down)
 
@@ -176,19 +176,6 @@ class ExpertMLP:
         both = _grouped_product(cast_fp8(rows, layout.source, layout.num_places), experts.gate_up, layout)
         hidden = _swiglu_cast(both, weights, layout, limit)
         return _grouped_product(hidden, experts.down, layout).index_select(0, layout.place)
-
-
-def _recast(packed: Tensor, scale: Tensor) -> Fp8Weight | None:
-    """All experts' FP8 weights, or None where values would be lost."""
-    num_experts, n, half = packed.shape
-    codes = torch.empty(num_experts, n, 2 * half, dtype=torch.float8_e4m3fn, device=packed.device)
-    scales = torch.empty(num_experts, n // GROUP, 2 * half // GROUP, device=packed.device)
-    for expert in range(num_experts):
-        weight, loss = recast_fp4(packed[expert], scale[expert])
-        if loss.changed_share:
-            return None
-        codes[expert], scales[expert] = weight.codes, weight.scale
-    return Fp8Weight(codes, scales)
 
 
 def _grouped_product(x: tuple[Tensor, Tensor], weight: Fp8Weight, layout: ExpertLayout) -> Tensor:

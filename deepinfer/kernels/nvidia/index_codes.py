@@ -14,67 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.nvidia.number_formats import decode_e8m0, encode_e2m1, encode_e8m0_ceiling
-
-# $2: four bytes of two codes each; $3 and $7: sizes of the codes 0 .. 3 and 4 .. 7. A nibble becomes a selector.
-_WIDEN = tl.constexpr("""
-{
-    .reg .b32 code, pair, size;
-    and.b32 code, $2, 0x07070707;
-    shr.b32 pair, code, 4;
-    or.b32 pair, pair, code;
-    prmt.b32 pair, pair, 0, 0x4420;
-    prmt.b32 size, $3, $7, pair;
-    shl.b32 code, $2, 4;
-    lop3.b32 $0, size, code, 0x80808080, 0xF8;
-    shr.b32 code, $2, 4;
-    and.b32 code, code, 0x07070707;
-    shr.b32 pair, code, 4;
-    or.b32 pair, pair, code;
-    prmt.b32 pair, pair, 0, 0x4420;
-    prmt.b32 size, $3, $7, pair;
-    lop3.b32 $1, size, $2, 0x80808080, 0xF8;
-}
-""")
-
-
-@triton.jit
-def _size_tables(shift):
-    """E4M3 codes of the FP4 sizes 0, 0.5, 1, 1.5 and 2, 3, 4, 6 times 2^(shift - 6), four bytes each (int32).
-
-    All zero where shift < 0; at most 12.
-    """
-    upper = shift * 0x08080808 + 0x1C181410
-    lower = shift * 0x08080800 + 0x0C080000 + tl.where(shift == 0, 0x400, 0)
-    return tl.where(shift < 0, 0, lower), tl.where(shift < 0, 0, upper)
-
-
-@triton.jit
-def _look_up(codes, lower, upper):
-    """What one FP4 code (int32) is in the tables, as `_WIDEN` does it for four at a time."""
-    place = (codes & 3) * 8
-    size = tl.where((codes & 4) == 0, lower >> place, upper >> place) & 0xFF
-    return (size | ((codes & 8) << 4)).to(tl.uint8)
-
-
-@triton.jit
-def _widen(codes, shift, PLAIN: tl.constexpr):
-    """E4M3 codes (uint8) of the low and the high nibbles of `codes` uint8 [N, G, 16]; `shift` int32 [N, G]."""
-    lower, upper = _size_tables(shift)
-    if PLAIN:
-        wide = codes.to(tl.int32)
-        low = _look_up(wide & 15, lower[:, :, None], upper[:, :, None])
-        high = _look_up(wide >> 4, lower[:, :, None], upper[:, :, None])
-    else:
-        low, high = tl.inline_asm_elementwise(
-            _WIDEN,
-            "=r,=r,r,r,r,r,r,r,r,r,r",
-            [codes, lower[:, :, None], upper[:, :, None]],
-            dtype=(tl.uint8, tl.uint8),
-            is_pure=True,
-            pack=4,
-        )
-    return low, high
+from deepinfer.kernels.nvidia.number_formats import (
+    decode_e8m0,
+    encode_e2m1,
+    encode_e8m0_ceiling,
+    look_up,
+    size_tables,
+    widen_e2m1,
+)
 
 
 @triton.jit
@@ -104,15 +51,15 @@ def _query_kernel(
     largest = tl.maximum(tl.max(tl.abs(even), 2), tl.max(tl.abs(odd), 2))
     scale = encode_e8m0_ceiling(tl.maximum(largest, 7.052966104933725e-38) * (1.0 / 6.0))
     top = tl.max(scale, 1)
-    lower, upper = _size_tables(scale - top[:, None] + 12)
+    lower, upper = size_tables(scale - top[:, None] + 12)
     factor = decode_e8m0(scale)[:, :, None]
     half = 16 * groups[None, :, None] + pairs[None, None, :]
     out = codes_ptr + vector * (32 * GROUP_BLOCK) + half
     inside = (heads < HEADS)[:, None, None]
     codes = encode_e2m1(tl.div_rn(even, factor + tl.zeros_like(even)))
-    tl.store(out, _look_up(codes, lower[:, :, None], upper[:, :, None]), mask=inside)
+    tl.store(out, look_up(codes, lower[:, :, None], upper[:, :, None]), mask=inside)
     codes = encode_e2m1(tl.div_rn(odd, factor + tl.zeros_like(odd)))
-    tl.store(out + 16 * GROUP_BLOCK, _look_up(codes, lower[:, :, None], upper[:, :, None]), mask=inside)
+    tl.store(out + 16 * GROUP_BLOCK, look_up(codes, lower[:, :, None], upper[:, :, None]), mask=inside)
     weight = tl.load(weights_ptr + row * HEADS + heads, mask=heads < HEADS, other=0.0).to(tl.float32)
     weight = tl.where(tl.abs(weight) < 1.2676506002282294e30, weight, 0.0)
     tl.store(factor_ptr + row * HEADS + heads, weight * decode_e8m0(tl.maximum(top - 6, 1)), mask=heads < HEADS)
@@ -159,7 +106,7 @@ def load_keys(
     shift = scale - top[:, None] + 12
     if GROUPS < GROUP_BLOCK:
         shift = tl.where((groups < GROUPS)[None, :], shift, -1)
-    low, high = _widen(codes, shift, PLAIN)
+    low, high = widen_e2m1(codes, shift, PLAIN)
     even = tl.reshape(low, (KEYS, 16 * GROUP_BLOCK)).to(tl.float8e4nv, bitcast=True)
     odd = tl.reshape(high, (KEYS, 16 * GROUP_BLOCK)).to(tl.float8e4nv, bitcast=True)
     return even, odd, decode_e8m0(tl.maximum(top - 6, 1))

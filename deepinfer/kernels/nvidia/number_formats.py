@@ -9,6 +9,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# $2: four bytes of two codes each; $3 and $7: sizes of the codes 0 .. 3 and 4 .. 7. A nibble becomes a selector.
+_WIDEN = tl.constexpr("""
+{
+    .reg .b32 code, pair, size;
+    and.b32 code, $2, 0x07070707;
+    shr.b32 pair, code, 4;
+    or.b32 pair, pair, code;
+    prmt.b32 pair, pair, 0, 0x4420;
+    prmt.b32 size, $3, $7, pair;
+    shl.b32 code, $2, 4;
+    lop3.b32 $0, size, code, 0x80808080, 0xF8;
+    shr.b32 code, $2, 4;
+    and.b32 code, code, 0x07070707;
+    shr.b32 pair, code, 4;
+    or.b32 pair, pair, code;
+    prmt.b32 pair, pair, 0, 0x4420;
+    prmt.b32 size, $3, $7, pair;
+    lop3.b32 $1, size, $2, 0x80808080, 0xF8;
+}
+""")
+
 
 @triton.jit
 def decode_e8m0(byte):
@@ -79,3 +100,42 @@ def spread(factors, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexp
     """Repeat each factor WIDTH times: [ROWS, GROUPS] -> [ROWS, GROUPS * WIDTH]."""
     wide = tl.broadcast_to(tl.reshape(factors, (ROWS, GROUPS, 1)), (ROWS, GROUPS, WIDTH))
     return tl.reshape(wide, (ROWS, GROUPS * WIDTH))
+
+
+@triton.jit
+def size_tables(shift):
+    """E4M3 codes of the FP4 sizes 0, 0.5, 1, 1.5 and 2, 3, 4, 6 times 2^(shift - 6), four bytes each (int32).
+
+    All zero where shift < 0; at most 12.
+    """
+    upper = shift * 0x08080808 + 0x1C181410
+    lower = shift * 0x08080800 + 0x0C080000 + tl.where(shift == 0, 0x400, 0)
+    return tl.where(shift < 0, 0, lower), tl.where(shift < 0, 0, upper)
+
+
+@triton.jit
+def look_up(codes, lower, upper):
+    """What one FP4 code (int32) is in the tables, as `_WIDEN` does it for four at a time."""
+    place = (codes & 3) * 8
+    size = tl.where((codes & 4) == 0, lower >> place, upper >> place) & 0xFF
+    return (size | ((codes & 8) << 4)).to(tl.uint8)
+
+
+@triton.jit
+def widen_e2m1(codes, shift, PLAIN: tl.constexpr):
+    """E4M3 codes (uint8) of the low and the high nibbles of `codes` uint8 [N, G, 16]; `shift` int32 [N, G]."""
+    lower, upper = size_tables(shift)
+    if PLAIN:
+        wide = codes.to(tl.int32)
+        low = look_up(wide & 15, lower[:, :, None], upper[:, :, None])
+        high = look_up(wide >> 4, lower[:, :, None], upper[:, :, None])
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _WIDEN,
+            "=r,=r,r,r,r,r,r,r,r,r,r",
+            [codes, lower[:, :, None], upper[:, :, None]],
+            dtype=(tl.uint8, tl.uint8),
+            is_pure=True,
+            pack=4,
+        )
+    return low, high
