@@ -1,8 +1,8 @@
-"""String formats (RFC 3339, 4291 and others) that can be enforced; some by a pattern of our own.
+"""String formats (RFC 3339, 3986, 4291, 6570 and others) that can be enforced; some by a pattern of our own.
 
-xgrammar 0.2.9 takes a day of the month, a leap second, a leading zero or an IPv4 tail where none can stand, so those
-formats are spelled out here. Left out on purpose: leap seconds, lower-case "t" and "z", IPv6 addresses that end in an
-IPv4 address.
+xgrammar 0.2.9 takes a day of the month, a leap second, a leading zero or an IPv4 tail where none can stand, takes no
+absolute URI for a reference, and no IPv6 host in a URI, so those formats are spelled out here. Left out on purpose:
+leap seconds, lower-case "t" and "z", IPv6 addresses that end in an IPv4 address.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ NATIVE_FORMATS: Final = (
     "email",
     "json-pointer",
     "relative-json-pointer",
-    "uri",
-    "uri-reference",
-    "uri-template",
     "uuid",
 )
 
@@ -44,10 +41,40 @@ def _ipv6() -> str:
     return f"(?:{'|'.join(forms)})"
 
 
+_PERCENT = "%[0-9A-Fa-f]{2}"
+_FREE = r"A-Za-z0-9\-._~!$&'()*+,;="  # unreserved characters and sub-delimiters
+
+
+def _uri_forms() -> tuple[str, str]:
+    """An absolute URI and a relative reference, RFC 3986 appendix A; hosts are names, IPv4 or IPv6 addresses."""
+    part = f"(?:[{_FREE}:@]|{_PERCENT})"
+    host = rf"(?:\[{_ipv6()}\]|(?:[{_FREE}]|{_PERCENT})*)"
+    authority = f"//(?:(?:[{_FREE}:]|{_PERCENT})*@)?{host}(?::[0-9]*)?(?:/{part}*)*"
+    rooted = f"/(?:{part}+(?:/{part}*)*)?"
+    behind = rf"(?:\?(?:{part}|[/?])*)?(?:#(?:{part}|[/?])*)?"
+    absolute = rf"[A-Za-z][A-Za-z0-9+\-.]*:(?:{authority}|{rooted}|{part}+(?:/{part}*)*|){behind}"
+    relative = f"(?:{authority}|{rooted}|(?:[{_FREE}@]|{_PERCENT})+(?:/{part}*)*|){behind}"
+    return absolute, relative
+
+
+def _uri_template() -> str:
+    """RFC 6570 with erratum 6937, which makes the apostrophe a literal."""
+    literal = rf'(?:[^\0-\x20"%<>\\^`{{|}}\x7f-\x9f\ud800-\udfff]|{_PERCENT})'
+    letter = f"(?:[A-Za-z0-9_]|{_PERCENT})"
+    variable = rf"{letter}(?:\.?{letter})*(?::[1-9][0-9]{{0,3}}|\*)?"
+    return rf"(?:{literal}|\{{[+#./;?&=,!@|]?{variable}(?:,{variable})*\}})*"
+
+
+_URI, _RELATIVE = _uri_forms()
+
+# Of whole texts.
 FORMAT_PATTERNS: Final = {
-    "date": f"^{_DATE}$",
-    "date-time": f"^{_DATE}T{_TIME}$",
-    "ipv4": rf"^{_BYTE}(?:\.{_BYTE}){{3}}$",
-    "ipv6": f"^{_ipv6()}$",
-    "time": f"^{_TIME}$",
+    "date": _DATE,
+    "date-time": f"{_DATE}T{_TIME}",
+    "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
+    "ipv6": _ipv6(),
+    "time": _TIME,
+    "uri": _URI,
+    "uri-reference": f"{_URI}|{_RELATIVE}",
+    "uri-template": _uri_template(),
 }

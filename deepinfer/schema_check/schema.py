@@ -17,7 +17,7 @@ from deepinfer.schema_check.formats import FORMAT_PATTERNS, NATIVE_FORMATS
 from deepinfer.schema_check.one_of import are_disjoint
 from deepinfer.schema_check.pointers import Pointer, child, parse_reference, show_pointer
 from deepinfer.schema_check.productive import has_finite_instance
-from deepinfer.schema_check.regex import normalize_regex
+from deepinfer.schema_check.regex import normalize_regex, whole_text_pattern
 
 MAX_SCHEMA_BYTES = 128 * 1024
 MAX_DEPTH = 32
@@ -46,7 +46,7 @@ _TYPED_KEYWORDS = frozenset().union(*_OF_TYPE.values())
 
 
 def normalize_schema(schema: object, *, param: str) -> dict[str, Any]:
-    """Return a copy of `schema` in the form for the grammar engine: patterns are those of `normalize_regex`.
+    """Return a copy of `schema` in the form for the grammar engine: patterns went through `schema_check.regex`.
 
     Raises RequestError (code "unsupported_schema") for a schema that can't be enforced: the message names the keyword,
     its JSON pointer and the cure; `param` is the field that holds the schema.
@@ -58,7 +58,7 @@ def normalize_schema(schema: object, *, param: str) -> dict[str, Any]:
         _entry(copy, pointer[:-1])[pointer[-1]] = pattern
     for pointer in checker.formats:
         owner = _entry(copy, pointer[:-1])
-        owner["pattern"] = FORMAT_PATTERNS[owner.pop("format")]
+        owner["pattern"] = whole_text_pattern(FORMAT_PATTERNS[owner.pop("format")])
     for pointer, found in checker.schemas.items():
         if found is True:  # not read by xgrammar in every place
             owner = _entry(copy, pointer[:-1])
@@ -221,7 +221,7 @@ class _Checker:
                 pattern = normalize_regex(schema["pattern"], param=place, code="unsupported_schema", in_json=True)
             except RequestError as error:
                 raise RequestError(str(error), code=error.code, param=self._param) from error
-            self.patterns[child(pointer, "pattern")] = f"^(?:{pattern})$"
+            self.patterns[child(pointer, "pattern")] = whole_text_pattern(pattern)
         if "format" in schema:
             self._check_format(schema["format"], child(pointer, "format"))
 

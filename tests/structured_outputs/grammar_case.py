@@ -46,7 +46,11 @@ def regex_spec(text: str) -> GrammarSpec:
 
 def takes(spec: GrammarSpec, text: str | bytes) -> bool:
     """Whether `text` is a whole answer."""
-    matcher = xgrammar.GrammarMatcher(compiled(spec))
+    return takes_text(compiled(spec), text)
+
+
+def takes_text(grammar: xgrammar.CompiledGrammar, text: str | bytes) -> bool:
+    matcher = xgrammar.GrammarMatcher(grammar)
     return bool(matcher.accept_string(text) and matcher.is_completed())
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
 from typing import Any
 
 import pytest
-from grammar_case import json_spec, regex_spec, takes, takes_value
+from grammar_case import compiled, json_spec, regex_spec, takes, takes_text, takes_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,9 +73,9 @@ FORMATS = [
     ("ipv6", ["::", "::1", "1::", "1:2:3:4:5:6:7:8", "fe80::1:2", "1:2:3:4:5:6:7::"], [":::", "1::2::3", "1:2:3"]),
     ("ipv6", [], ["12345::", "::1%eth0", "1:2:3:4:5:6:7:8::", "::1.2.3.400"]),
     ("uuid", ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
-    ("uri", ["http://a.b/c?d#e"], ["//a.b", "a b"]),
-    ("uri-reference", ["/a/b?c", "#d"], ["\\a"]),
-    ("uri-template", ["/a/{b}"], ["/a/{b"]),
+    ("uri", ["http://a.b/c?d#e", "ldap://[2001:db8::7]/c=GB?x?y", "mailto:a@b.c", "x:"], ["//a.b", "a b", "h://a:b/c"]),
+    ("uri-reference", ["/a/b?c", "#d", "", "http://a.b/c", "//a:80"], ["\\a", "1:b", "//a@b@c/", "//a:b"]),
+    ("uri-template", ["/a/{b}", "{+x:3,y*}", "a'b", "\U0001f600"], ["/a/{b", "{}", "{a:0}", "%2"]),
     ("json-pointer", ["", "/a~1b/0"], ["a", "/~2"]),
     ("relative-json-pointer", ["0#", "1/a"], ["/a", "-1/a"]),
 ]  # fmt: skip
@@ -142,6 +144,59 @@ def test_ranges_of_numbers_let_nothing_through(low: Any, size: Any, value: Any) 
             assert schema["minimum"] <= float(text) <= schema["maximum"], text
 
 
+# Patterns of which xgrammar's automaton took more than they say, each with one of those texts.
+TOO_MUCH = [
+    ("(?:b*c)?a", "ba"),
+    ("(?:c+b)??[bc]{0,2}", "ccc"),
+    ("[ab]{1,2}|[ab]{0,1}", "aaa"),
+    ("b{0,1}|(?:c+|(?:b){1,2})", "bbb"),
+    ("(?:(?:a(?:ab*[ab]){0,2}){0,}){0,}", "ab"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "text"), TOO_MUCH)
+def test_patterns_take_no_more_than_they_say(pattern: str, text: str) -> None:
+    assert not takes_value({"type": "string", "pattern": f"^(?:{pattern})$"}, text)
+
+
+def _random_pattern(numbers: random.Random, depth: int) -> str:
+    def piece() -> str:
+        if depth and numbers.random() < 0.5:
+            atom = f"(?:{_random_pattern(numbers, depth - 1)})"
+        else:
+            atom = numbers.choice(["a", "b", "c", "[ab]", "[^a]", "."])
+        return atom + numbers.choice(["", "", "*", "+", "?", "{0,2}", "{1,2}", "{2}", "{1,}", "*?", "??"])
+
+    branches = ["".join(piece() for _ in range(numbers.randrange(1, 4))) for _ in range(numbers.choice([1, 1, 2, 3]))]
+    return "|".join([*branches, ""] if numbers.random() < 0.1 else branches)
+
+
+def test_random_patterns_of_strings_mean_what_python_means() -> None:
+    numbers = random.Random(7)
+    texts = ["".join(letters) for size in range(5) for letters in itertools.product("abc", repeat=size)]
+    for _ in range(300):
+        pattern = _random_pattern(numbers, 3)
+        if len(pattern) <= 60:
+            spec = json_spec({"type": "string", "pattern": f"^(?:{pattern})$"})
+            grammar = compiled.__wrapped__(spec)
+            meant = re.compile(pattern)
+            wrong = [text for text in texts if takes_text(grammar, f'"{text}"') != bool(meant.fullmatch(text))]
+            assert wrong == [], pattern
+
+
+@pytest.mark.parametrize(
+    "name", [r"[ -~]", "[^x]", "[^é]", r"[^\d\s]", r"[\Wa]", r"\S", r"\s", ".", r"[!-\]é]", r"[\-A^]", "[ä-ü^-]"]
+)
+def test_a_class_in_a_string_holds_what_it_says_but_nothing_that_json_escapes(name: str) -> None:
+    """Patterns with a letter that is not ASCII went another way in the engine, on which the quote came through."""
+    grammar = compiled(json_spec({"type": "string", "pattern": f"^{name}$"}))
+    flags = re.ASCII if "\\W" in name else 0
+    for code_point in (*range(0x85), *range(0x86, 0x180), 0x2028, 0xD7FF, 0xE000, 0xFFFF, 0x1F600, 0x10FFFF):
+        text = chr(code_point)
+        is_meant = bool(re.fullmatch(name, text, flags)) and text not in '\n\r"\\\\' and code_point > 0x1F
+        assert takes_text(grammar, f'"{text}"') == is_meant, hex(code_point)
+
+
 PATTERNS = [
     r"[a-c]{2,4}",
     r"(?:ab|c)*d?",
@@ -161,6 +216,8 @@ PATTERNS = [
 @settings(max_examples=40, deadline=None)
 def test_regular_expressions_mean_what_python_means(pattern: str, data: st.DataObject) -> None:
     text = data.draw(st.from_regex(pattern, fullmatch=True) | st.text("abcd019-x$.\\ \n\té", max_size=6))
-    if text.isascii():  # \d and \w are ASCII for the engine, as in ECMA 262
+    if text.isascii() and not re.search(
+        "[\x1c-\x1f]", text
+    ):  # spaces for Python alone; \d and \w are ASCII for the engine, as in ECMA 262
         is_line_end = "\r" in text and "." in pattern.replace("\\.", "")  # which `.` never matches here
         assert takes(regex_spec(pattern), text) == bool(re.fullmatch(pattern, text)) or is_line_end
