@@ -20,7 +20,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deepinfer import __version__, codec
-from deepinfer.actors.adoption import FoundGroup, find_groups
+from deepinfer.actors.adoption import ROLES, FoundGroup, find_groups
 from deepinfer.actors.batch_sender import BatchSender
 from deepinfer.actors.driver_metrics import DriverMetrics
 from deepinfer.actors.driver_status import LoadBook, describe_ranks
@@ -34,13 +34,7 @@ from deepinfer.actors.supervisor import EnginePlan, check_equal
 from deepinfer.config import ClusterConfig, decode_config
 from deepinfer.errors import DeepInferError, RankError, RequestError, SupersededError
 from deepinfer.log import get_logger, phase, set_up_logging
-from deepinfer.protocol import (
-    DecodeResult,
-    OutputBatch,
-    PrefillResult,
-    RequestBatch,
-    Role,
-)
+from deepinfer.protocol import DecodeResult, OutputBatch, PrefillResult, RequestBatch, Role
 from deepinfer.scheduler.batch_scheduler import BatchScheduler
 from deepinfer.scheduler.load_balancer import DecodeCapacity
 
@@ -55,7 +49,6 @@ _DELIVER_SECONDS = 0.02
 _DRAIN_POLL_SECONDS = 0.2
 # Clients fetch their outputs at least this often; so long they have time for the last ones.
 _FETCH_SECONDS = 1.0
-_ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class Driver:
@@ -106,7 +99,7 @@ class Driver:
             epoch=1 + max((group.epoch for group in found.values()), default=0),
             is_shared=self._is_shared,
         )
-        self._keepers = {role: GroupKeeper(role, self._plan, _RoleOwner(self, role)) for role in _ROLES}
+        self._keepers = {role: GroupKeeper(role, self._plan, _RoleOwner(self, role)) for role in ROLES}
         try:
             with phase(self._logger, "start the engine"):
                 starts = [keeper.start(found.get(role)) for role, keeper in self._keepers.items()]

@@ -14,11 +14,12 @@ from deepinfer.errors import SupersededError
 
 
 class EpochGate:
-    """The epoch in force, and a lock: nothing of an older driver happens while, or after, a newer one takes over."""
+    """The epoch in force. Nothing that an older driver asked for happens while a newer one takes over, or later."""
 
     def __init__(self, epoch: int) -> None:
         """Obey the driver of `epoch`."""
         self._epoch = epoch
+        self._num_passing = 0
         self._changed = threading.Condition()
 
     @property
@@ -28,20 +29,30 @@ class EpochGate:
 
     @contextmanager
     def passing(self, epoch: int) -> Iterator[None]:
-        """Hold the gate for a call of `epoch`; raises SupersededError unless that epoch is in force."""
+        """Do what a call of `epoch` asks for; raises SupersededError unless that epoch is in force."""
         with self._changed:
             self._check(epoch)
+            self._num_passing += 1
+        try:
             yield
+        finally:
+            with self._changed:
+                self._num_passing -= 1
+                self._changed.notify_all()
 
     @contextmanager
     def advancing(self, epoch: int) -> Iterator[None]:
-        """Hold the gate, and let `epoch` be in force from now on; raises SupersededError unless it is a newer one."""
+        """Let `epoch` be in force, and do what begins with it once the last call of an older one has passed.
+
+        Calls of `epoch` come only after that: their driver waits for it. Raises SupersededError unless it is newer.
+        """
         with self._changed:
             if epoch <= self._epoch:
                 raise SupersededError(f"epoch {epoch} can't replace epoch {self._epoch}")
             self._epoch = epoch
-            yield
             self._changed.notify_all()
+            self._changed.wait_for(lambda: self._num_passing == 0)
+            yield
 
     def notify(self) -> None:
         """Have `wait` look again."""

@@ -35,9 +35,9 @@ def memory_table(roles: Sequence[RoleMemory]) -> Table:
 
 
 def rank_table(numbers: dict[str, Any]) -> Table:
-    """Return what `status` knows of every rank."""
+    """Return what `status` knows of every rank; running, waiting and what follows are as old as `reported` says."""
     table = Table(box=None, padding=(0, 1))
-    for name in ("rank", "node", "device", "pid", "loads", "running", "waiting", "step", "seconds", "idle"):
+    for name in ("rank", "node", "device", "pid", "loads", "running", "waiting", "step", "seconds", "idle", "reported"):
         is_text = name in ("rank", "node", "device")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     for name, rank in numbers["ranks"].items():
@@ -53,6 +53,7 @@ def rank_table(numbers: dict[str, Any]) -> Table:
             str(load.get("step_id", 0)),
             f"{load.get('step_seconds', 0.0):.4f}",
             f"{load.get('device_idle_share', 0.0):.2f}",
+            f"{load['age_seconds']:.0f} s ago" if load else "not yet",
         )
     return table
 

@@ -9,10 +9,10 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
-from deepinfer.actors.adoption import end_group, find_groups
+from deepinfer.actors.adoption import ROLES, end_group, find_groups
 from deepinfer.actors.driver import create_driver
 from deepinfer.actors.engine_facts import EngineFacts
-from deepinfer.actors.names import driver_name, find_actor
+from deepinfer.actors.names import driver_name, find_actor, find_rank_actors
 from deepinfer.actors.rank_life import RankProgram
 from deepinfer.actors.supervisor import describe_death
 from deepinfer.config import ClusterConfig, encode_config
@@ -40,7 +40,7 @@ def start_engine(
     """
     for note in _notes(config):
         _LOGGER.info("%s", note)
-    had_ranks = detached and any(group.actors for group in find_groups(name, namespace=config.ray.namespace).values())
+    is_fresh = detached and not any(find_rank_actors(name, role, namespace=config.ray.namespace) for role in ROLES)
     try:
         driver = create_driver(config, name=name, detached=detached)
     except ValueError as error:  # Ray's way to say that the name is taken
@@ -49,18 +49,16 @@ def start_engine(
         start = driver.start.remote(encode_config(config), model_directory, program)
         _report_until_done(driver, start)
         facts: EngineFacts = ray.get(start)
-    except RayError as error:
+    except BaseException as error:
         ray.kill(driver)
+        if is_fresh:
+            _end_ranks(config, name)
+        if not isinstance(error, RayError):
+            raise
         cause = getattr(error, "cause", None)
         if isinstance(cause, DeepInferError):
             raise cause from None
         raise ClusterError(f"the driver has failed: {describe_death(error)}") from error
-    except BaseException:
-        ray.kill(driver)
-        if detached and not had_ranks:
-            for group in find_groups(name, namespace=config.ray.namespace).values():
-                end_group(name, group, namespace=config.ray.namespace)
-        raise
     return driver, facts
 
 
@@ -76,6 +74,12 @@ def stop_engine(driver: ActorHandle[Any]) -> None:
     except RayError:
         _LOGGER.warning("the engine did not stop in order; its processes are killed")
     ray.kill(driver)
+
+
+def _end_ranks(config: ClusterConfig, name: str) -> None:
+    """End the ranks of a driver that could not do so itself."""
+    for group in find_groups(name, namespace=config.ray.namespace).values():
+        end_group(name, group, namespace=config.ray.namespace)
 
 
 def _notes(config: ClusterConfig) -> list[str]:

@@ -81,6 +81,11 @@ def take_over(orphans: Orphans, config: ClusterConfig, model_digest: str) -> Eng
         )
     check_joinable(config, model_digest, orphans.facts)
     _LOGGER.info("the driver of %s has died; a new one takes over its %d ranks", config.name, orphans.num_ranks)
+    num_ranks = {"prefill": orphans.facts.config.prefill.ranks, "decode": orphans.facts.config.decode.ranks}
+    for group in orphans.groups:
+        obstacle = group.obstacle(orphans.source, num_ranks[group.role] or 1)
+        if obstacle is not None:
+            _LOGGER.warning("%s: the %s ranks are all loaded again", obstacle, group.role)
     _, facts = start_engine(
         orphans.facts.config,
         name=config.name,

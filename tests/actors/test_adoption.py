@@ -175,6 +175,27 @@ def test_a_rank_that_died_while_nobody_watched_is_named(up, capfd: pytest.Captur
     assert groups["prefill"].obstacle(source, 2) == "prefill-0 is one of 1 ranks, wanted are 2"
     other = msgspec.structs.replace(source, model_directory="/elsewhere")
     assert groups["prefill"].obstacle(other, 1) == "prefill-0 was loaded with other settings"
+    end_orphans(engine.facts.config)  # as `down` does
+    assert not [ready.pid for ready in engine.facts.ranks if psutil.pid_exists(ready.pid)]
+    assert find_places(engine.facts.name, "prefill") is None
+    assert find_places(engine.facts.name, "decode") is None
+
+
+def test_a_driver_that_was_only_cut_off_leaves_the_ranks_to_its_successor(up) -> None:
+    engine = up(small_config(prefill=1, decode=2))
+    job = engine.client.open_job()
+    job.submit([make_request("old", [3], max_tokens=4000)])
+    actors = [engine.rank(ready.role, ready.rank) for ready in engine.facts.ranks]
+    ray.get([actor.adopt.remote(5, 5 << 32) for actor in actors], timeout=20)
+    with pytest.raises(ClusterError, match=r"this driver \(epoch 1\) is not obeyed: .* the one of epoch 5"):
+        fetch_for_ever(job)
+    assert status_of(engine)["state"] == "failed"
+    ray.get(engine.driver.stop.remote(), timeout=30)
+    kill_driver(engine)
+    again = take_over(engine)
+    assert status_of(again)["epoch"] == 6
+    assert again.facts.ranks == engine.facts.ranks
+    answer(again, "after", 5)
 
 
 def test_a_rank_that_breaks_is_named_with_its_cause_in_a_shared_job(up) -> None:

@@ -93,6 +93,33 @@ def test_calls_of_an_older_driver_are_refused_and_give_the_rank_nothing() -> Non
     assert actor._engine._inbox.qsize() == queued + 1
 
 
+def test_a_call_that_is_being_served_ends_before_the_take_over() -> None:
+    actor = make_rank(PrefillRank)
+    is_posting, go_on = threading.Event(), threading.Event()
+    post = actor._engine.post
+
+    def slow_post(message, buffers=()) -> None:
+        if not message.drops_all:
+            is_posting.set()
+            assert go_on.wait(20)
+        post(message, buffers)
+
+    actor._engine.post = slow_post
+    accepting = threading.Thread(target=actor.accept, args=(1, prefill_batch(make_request(4))))
+    accepting.start()
+    assert is_posting.wait(20)
+    first_index: list[int] = []
+    adopting = threading.Thread(target=lambda: first_index.append(actor.adopt(2, 2 << 32)))
+    adopting.start()
+    adopting.join(0.2)
+    assert adopting.is_alive()
+    go_on.set()
+    adopting.join(20)
+    accepting.join(20)
+    assert first_index == [5]
+    assert [message.drops_all for message, _ in list(actor._engine._inbox.queue)] == [False, True]
+
+
 def test_a_new_driver_gets_no_results_of_the_old_one_and_free_indexes(start, monkeypatch) -> None:
     monkeypatch.setattr("deepinfer.actors.kv_channel.ray.put", lambda buffer: buffer)
     actor = make_rank(PrefillRank)

@@ -49,7 +49,7 @@ class Commands:
         code = f"from {_ENTRIES[command]} import main; main()"
         return [sys.executable, "-c", code, *map(str, arguments)]
 
-    def __call__(self, command: str, *arguments: object, code: int = 0, seconds: float = 150) -> str:
+    def __call__(self, command: str, *arguments: object, code: int = 0, seconds: float = 400) -> str:
         done = subprocess.run(
             self.line(command, *arguments),
             env=self.environment(),

@@ -89,8 +89,5 @@ def test_submitted_jobs_share_the_engine_and_dead_ones_free_it(commands: Command
         assert time.monotonic() < deadline, "the requests of a killed job must be given up"
     assert commands.status()["ranks"] == before
 
-    os.kill(commands.status()["pid"], signal.SIGKILL)
-    assert "is ready" in commands("deepinfer-cluster", "up", commands.file)
-    assert commands.status()["ranks"]["decode-0"]["pid"] != before["decode-0"]["pid"]
     assert "decode-0: " in commands("deepinfer-cluster", "logs", commands.file, "--rank", "0")
     commands("deepinfer-cluster", "down", commands.file)
