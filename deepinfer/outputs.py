@@ -28,7 +28,7 @@ class Row:
 
     `tag` is the caller's own number and comes back with the result; it need not be unique. A text prompt gets BOS in
     front, token ids are taken as they are. `chat` says how `messages` are read; only its `response_format` holds for a
-    prompt too.
+    prompt too. `label` is the caller's name of the row, for log lines.
     """
 
     tag: int
@@ -36,6 +36,7 @@ class Row:
     messages: list[dict[str, Any]] | None = None
     chat: ChatOptions = ChatOptions()
     params: SamplingParams = field(default_factory=SamplingParams)
+    label: str = ""
 
 
 @dataclass(slots=True, frozen=True)

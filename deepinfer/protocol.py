@@ -95,6 +95,7 @@ class Request(_Struct, frozen=True, kw_only=True):
     `num_prompt_tokens` is fixed at first admission; a replay carries `output_token_ids` behind the prompt.
     `sampling.seq_seed` is never None once the driver has admitted the request. `sampling.so_args` is None here: what
     it asks for stands in `grammar`, which holds from the end of the reasoning on if the output begins inside one.
+    `label` is what the user calls the request, for log lines only.
     """
 
     request_id: str
@@ -109,6 +110,7 @@ class Request(_Struct, frozen=True, kw_only=True):
     grammar: GrammarSpec | None = None
     priority: int = 0
     stream: bool = False
+    label: str = ""
 
 
 class LogprobColumns(_Struct, frozen=True, kw_only=True):

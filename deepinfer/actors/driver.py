@@ -61,7 +61,7 @@ class Driver:
         for dead, and what its job has here is given up. Its ranks outlive their driver in turn, for
         `scheduler.orphan_timeout_seconds`, and the next driver of that name takes them over.
         """
-        set_up_logging(log_level)
+        set_up_logging(log_level, process="driver")
         self._name = name
         self._is_shared = is_shared
         self._logger = get_logger("driver")

@@ -93,7 +93,7 @@ class RankActor:
 
     def __init__(self, origin: RankOrigin, rank: int, num_ranks: int, log_level: str) -> None:
         """Remember who this is; nothing is loaded."""
-        set_up_logging(log_level)
+        set_up_logging(log_level, process=f"{self.role}-{rank}")
         self._origin = origin
         self._gate = EpochGate(origin.epoch)
         self._rank = rank

@@ -17,6 +17,8 @@ from deepinfer.tokenizer import EncodedChat, Tokenizer, encode_chat
 
 # One log-probability on the wire: token id and value.
 _LOGPROB_BYTES = 8
+# Characters of a row's name that travel with its request.
+_MAX_LABEL = 200
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,6 +58,7 @@ class RequestMaker:
             num_samples=params.n,
             output_format=OutputFormat() if chat is None else chat.output_format,
             stream=stream,
+            label=row.label[:_MAX_LABEL],
         )
         return PreparedRow(row, request, ids, chat)
 

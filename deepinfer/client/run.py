@@ -17,6 +17,7 @@ from deepinfer.client.assembling import OpenRequest
 from deepinfer.client.connection import EngineClient
 from deepinfer.client.preparing import RequestMaker
 from deepinfer.errors import RequestError
+from deepinfer.log import about, get_logger
 from deepinfer.outputs import RequestOutput, Row, RowResult
 from deepinfer.protocol import Request
 from deepinfer.tokenizer import OutputDelta
@@ -25,6 +26,7 @@ from deepinfer.tokenizer import OutputDelta
 _MAX_BATCH = 32
 _BATCH_SECONDS = 0.005
 _POLL_SECONDS = 0.5
+_LOGGER = get_logger("client")
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,6 +87,8 @@ class Run:
                 for output in self._job.next_outputs(_POLL_SECONDS).outputs:
                     request = self._open[output.request_id]
                     result, deltas = request.add(output)
+                    if output.error is not None:
+                        _log_failure(request.prepared.row, output.request_id, output.error.text)
                     if result is not None:
                         with self._changed:
                             del self._open[output.request_id]
@@ -147,6 +151,7 @@ class Run:
         try:
             prepared = self._maker.prepare(row, request_id, stream=self._stream)
         except RequestError as error:
+            _log_failure(row, request_id, str(error))
             output = RequestOutput(request_id=request_id, error=error)
             output.prompt = row.prompt if isinstance(row.prompt, str) else None
             with self._changed:
@@ -168,3 +173,8 @@ class Run:
             self._last_send = time.monotonic()
         if requests:
             self._job.submit(requests)
+
+
+def _log_failure(row: Row, request_id: str, text: str) -> None:
+    """For whoever asks with debug logs; the error itself goes to the caller."""
+    _LOGGER.debug("failed: %s", text, extra=about(request=request_id, row=row.label or str(row.tag)))

@@ -16,7 +16,7 @@ from deepinfer.codec import unpack
 from deepinfer.distributed.step_sync import StepProposal, StepSync
 from deepinfer.errors import RankError, RequestError
 from deepinfer.kv_cache.kv_groups import KVGroup
-from deepinfer.log import get_logger
+from deepinfer.log import about, get_logger
 from deepinfer.platforms.platform import Piece, Stream
 from deepinfer.protocol import (
     DecodeBatch,
@@ -215,7 +215,7 @@ class RankEngine:
             failures.extend(posted.failures)
         failures.extend(self._gate.release())
         if failures:
-            self._outbox.add_failures(failures)
+            self._add_failures(failures)
             self._announce()
 
     def _has_work(self) -> bool:
@@ -313,9 +313,15 @@ class RankEngine:
             else:
                 self._prefill_outbox.add(prefilled, None)
         self._decode_outbox.add(results.decoded)
-        self._outbox.add_failures(results.failures)
+        self._add_failures(results.failures)
         if results.decoded or results.failures or any(not item.needs_export for item in results.prefilled):
             self._announce()
+
+    def _add_failures(self, failures: Sequence[RequestFailure]) -> None:
+        for failure in failures:
+            fields = about(step=self._step_id, request=failure.request_id)
+            self._logger.warning("%s: %s", failure.kind, failure.text, extra=fields)
+        self._outbox.add_failures(failures)
 
     def _submit_export(self, prefilled: Prefilled) -> None:
         def gather() -> tuple[KVHandle, Buffer]:

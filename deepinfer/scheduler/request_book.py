@@ -13,9 +13,12 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from deepinfer.log import about, get_logger
 from deepinfer.protocol import FinishCode, Request, RequestFailure, Role
 from deepinfer.scheduler.load_balancer import LoadBalancer
 from deepinfer.scheduler.request_state import Job, Phase, RequestState, SampleState, Trip, error_output
+
+_LOGGER = get_logger("driver")
 
 
 @dataclass(slots=True)
@@ -117,6 +120,7 @@ class RequestBook:
 
     def fail(self, owner: RequestState, failure: RequestFailure) -> None:
         """A request has failed: put out its error and drop it."""
+        _LOGGER.warning("%s: %s", failure.kind, failure.text, extra=_about(owner))
         self.totals.num_failed += 1
         self.jobs[owner.job_id].outputs.append(error_output(owner.request, failure))
         self.drop(owner)
@@ -150,6 +154,7 @@ class RequestBook:
         if not self.may_retry(trip, failure):
             self.fail(samples[0].owner, failure)
             return
+        _LOGGER.info("sent again: %s", failure.text, extra=_about(samples[0].owner))
         was_prefilling = trip.phase is Phase.PREFILLING
         self._end_before_decode(trip)
         if not was_prefilling:
@@ -198,3 +203,7 @@ class RequestBook:
         """Let a trip count for `kv_bytes` of hand-overs in flight."""
         self.totals.kv_bytes_in_flight += kv_bytes - trip.kv_bytes
         trip.kv_bytes = kv_bytes
+
+
+def _about(owner: RequestState) -> dict[str, object]:
+    return about(request=owner.request.request_id, row=owner.request.label)

@@ -128,9 +128,16 @@ class TestPreparing:
         assert caught.value.param == param
 
     def test_max_tokens_ends_at_the_context(self, maker: RequestMaker) -> None:
-        row = Row(tag=0, prompt=[1] * 124, params=SamplingParams(max_tokens=100, min_tokens=50))
+        row = Row(tag=0, prompt=[1] * 124, params=SamplingParams(max_tokens=100, min_tokens=4))
         params = maker.prepare(row, "x").request.sampling
         assert (params.max_tokens, params.min_tokens) == (4, 4)
+        row = Row(tag=0, prompt=[1] * 124, params=SamplingParams(max_tokens=100, min_tokens=5))
+        with pytest.raises(RequestError, match=r"min_tokens: 5 do not fit .* use at most 4") as caught:
+            maker.prepare(row, "x")
+        assert caught.value.param == "min_tokens"
+
+    def test_the_row_s_name_travels_for_log_lines(self, maker: RequestMaker) -> None:
+        assert maker.prepare(Row(tag=0, prompt="a", label="story-1"), "x").request.label == "story-1"
 
 
 class TestRun:
