@@ -1,12 +1,14 @@
-"""From a step plan and the slot table to what a forward pass and the sampler read. Runs on the device thread.
+"""From a step plan and the slot table to what a forward pass and the sampler read.
 
-The plan knows which slots run; how many rows each has and which positions and tokens they hold is read from the slot
-table, because the results of the step before may not have reached the host's scheduler yet.
+The plan knows which slots run; how many rows each has and which positions and tokens they hold is worked out on the
+device from the slot table, because the results of the step before may not have reached the host yet. So the host gives
+upper bounds: rows and sequences that turn out not to exist are padding, and no shape depends on what the device knows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.model_spec import ForwardInputs, Prompts
 from deepinfer.runtime.slot_table import SlotTable
+from deepinfer.runtime.step_upload import Column
+from deepinfer.sampling.rows import TokenRows
 from deepinfer.scheduler.step_plan import PrefillChunk, StepPlan
 from deepinfer.speculative.verifier import VerifyRows
 
@@ -34,97 +38,223 @@ class PromptRows:
 
 
 @dataclass(slots=True, frozen=True)
-class SampleRows:
-    """The draws of a step's sampling chunks in plan order, one per sample: R of them.
+class ChunkLogits:
+    """Which rows of a step's chunks give logits, on the host.
 
-    [R] int64 each: `logits` the row of the logits, `slots`, `samples` the sample numbers, `positions` of the token to
-    be produced. On the host: `owners` (slot, number of draws) in order.
+    `rows`: in order, rows of the step. `draws`: for each draw of a sampling chunk, one per sample, the place of its
+    logits in `rows` and its chunk.
     """
 
-    logits: torch.Tensor
+    rows: list[int]
+    prompts: tuple[PromptRows, ...]
+    draws: tuple[tuple[int, PrefillChunk], ...]
+
+
+@dataclass(slots=True, frozen=True)
+class DecodeRows:
+    """The decode slots of a step on the device: `slots` [S] int64, 0 behind the last, and how many drafts each runs.
+
+    `num_drafts` [S] int64: beside its anchor; -1: no rows at all. They have `num_rows` rows in all at most.
+    """
+
     slots: torch.Tensor
-    samples: torch.Tensor
-    positions: torch.Tensor
-    owners: tuple[tuple[int, int], ...]
+    num_drafts: torch.Tensor
+    num_rows: int
 
 
 @dataclass(slots=True, frozen=True)
 class StepInputs:
-    """A step, ready to run. `verify`: the decode slots with rows, `decode_slots` on the host; None if there are none.
+    """A step, ready to run. `verify`: the decode slots, `decode` their slots on the device; None if there are none.
 
     Their logits are the last ones, from `first_verify_logit` on.
     """
 
     forward: ForwardInputs
-    samples: SampleRows
-    prompts: tuple[PromptRows, ...]
     verify: VerifyRows | None
-    decode_slots: tuple[int, ...]
+    decode_slots: torch.Tensor
     first_verify_logit: int
 
 
 @dataclass(slots=True, frozen=True)
-class _Rows:
-    """Sequences of a step in order, on the host: slots, row counts, first positions, and where decode slots begin."""
+class _Layout:
+    """[T] by row: its sequence, B for padding; its place in it; its position. `slots` [B + 1] and `starts` [B + 2]."""
 
-    slots: list[int]
-    lengths: list[int]
-    starts: list[int]
-    first_decode: int
-    num_decode: int
+    sequence: torch.Tensor
+    offsets: torch.Tensor
+    positions: torch.Tensor
+    is_padding: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Surroundings:
+    """What every forward pass of a rank is given."""
+
+    table: SlotTable
+    caches: Any
+    kernels: KernelSet
+    dispatcher: TokenDispatcher
+
+
+def chunk_logits(plan: StepPlan, table: SlotTable) -> ChunkLogits:
+    """Choose the rows of chunks whose logits are wanted: known prompt tokens, and the last row of a sampling chunk."""
+    rows: list[int] = []
+    prompts: list[PromptRows] = []
+    draws: list[tuple[int, PrefillChunk]] = []
+    first_row = 0
+    for chunk in plan.chunks:
+        num_known = _num_prompt_rows(chunk, table)
+        if num_known > 0:
+            prompts.append(PromptRows(chunk.slot, len(rows), num_known, chunk.start_position + 1))
+            rows += range(first_row, first_row + num_known)
+        first_row += chunk.num_tokens
+        if chunk.samples:
+            draws += [(len(rows), chunk)] * len(table.sampling.draw_seeds[chunk.slot])
+            rows.append(first_row - 1)
+    return ChunkLogits(rows, tuple(prompts), tuple(draws))
+
+
+def chunk_columns(plan: StepPlan, logits: ChunkLogits, table: SlotTable) -> dict[str, Column]:
+    """Return what `build_inputs` and `draw_rows` need of the chunks of `plan` on the device."""
+    if not plan.chunks:
+        return {}
+    seeds = [seed for chunk in plan.chunks if chunk.samples for seed in table.sampling.draw_seeds[chunk.slot]]
+    return {
+        "chunk slots": np.array([chunk.slot for chunk in plan.chunks]),
+        "chunk starts": np.array([chunk.start_position for chunk in plan.chunks]),
+        "chunk lengths": np.array([chunk.num_tokens for chunk in plan.chunks]),
+        "chunk logits": np.array(logits.rows, np.int64),
+        "draw logits": np.array([place for place, _ in logits.draws], np.int64),
+        "draw slots": np.array([chunk.slot for _, chunk in logits.draws], np.int64),
+        "draw seeds": np.array(seeds, np.int64),
+        "draw positions": np.array([_end(chunk) for _, chunk in logits.draws], np.int64),
+    }
 
 
 def build_inputs(
-    plan: StepPlan,
-    table: SlotTable,
-    *,
-    num_drafts: torch.Tensor,
-    caches: Any,
-    kernels: KernelSet,
-    dispatcher: TokenDispatcher,
+    plan: StepPlan, around: Surroundings, sent: dict[str, torch.Tensor], decode: DecodeRows | None
 ) -> StepInputs:
-    """Lay out chunks, then decode rows. A step without any is one padding row in slot 0, run with the other ranks.
-
-    `num_drafts` [decode slots] int64: drafts that each decode slot runs beside its anchor; -1: it has no rows at all.
-    """
-    rows = _sequences(plan, num_drafts.tolist())
-    device_slots = _to_device(rows.slots, table)
-    first_positions = _to_device(rows.starts, table)
-    decode = slice(rows.first_decode, rows.first_decode + rows.num_decode)
-    first_positions[decode] = table.num_tokens[device_slots[decode]] - 1
-    sequence_starts = _to_device([0, *np.cumsum(rows.lengths).tolist()], table)
-    num_rows = sum(rows.lengths)
-    row_sequence = torch.repeat_interleave(
-        torch.arange(len(rows.slots), device=table.device), _to_device(rows.lengths, table), output_size=num_rows
-    )
-    offsets = torch.arange(num_rows, device=table.device) - sequence_starts[row_sequence]
-    positions = first_positions[row_sequence] + offsets
-    logit_rows, prompts, draw_rows = _choose_logits(plan, table)
-    samples = _sample_rows(plan, table, draw_rows, logit_rows, positions)
-    first_verify_logit, first_row = len(logit_rows), sum(rows.lengths[: rows.first_decode])
-    logit_rows += range(first_row, first_row + sum(rows.lengths[decode]))
-    forward = ForwardInputs(
-        token_ids=table.token_table[device_slots[row_sequence], positions].to(torch.int64),
-        positions=positions,
-        row_sequence=row_sequence,
-        sequence_slots=device_slots,
-        sequence_starts=sequence_starts,
-        block_tables=table.block_rows(rows.slots, device_slots),
-        token_table=table.token_table,
-        logit_rows=_to_device(logit_rows, table),
-        is_padding=(device_slots == 0)[row_sequence],
-        caches=caches,
-        kernels=kernels,
-        dispatcher=dispatcher,
-        prompts=_prompts(plan, table),
-    )
+    """Lay out the chunks of `plan`, then the rows of `decode`. A step without any is one padding row in slot 0."""
+    table = around.table
+    chunks = [sent.get(f"chunk {name}") for name in ("slots", "starts", "lengths")]
+    num_chunk_rows = sum(chunk.num_tokens for chunk in plan.chunks)
+    num_rows = num_chunk_rows + (decode.num_rows if decode else 0)
+    layout = _lay_out(table, chunks, decode, max(1, num_rows))
+    host_slots = [chunk.slot for chunk in plan.chunks] + plan.decode_slots.tolist()
+    forward = _forward_inputs(around, layout, table.block_rows(layout.slots, host_slots))
+    logit_rows = [sent["chunk logits"]] if plan.chunks else []
+    if decode:
+        logit_rows.append(torch.arange(num_chunk_rows, num_rows, device=table.device))
+    nothing = torch.zeros(0, dtype=torch.int64, device=table.device)
     return StepInputs(
-        forward,
-        samples,
-        prompts,
-        _verify_rows(table, rows.slots[decode], device_slots[decode], first_positions[decode], num_drafts),
-        tuple(rows.slots[decode]),
-        first_verify_logit,
+        forward=replace(
+            forward,
+            logit_rows=torch.cat(logit_rows) if logit_rows else nothing,
+            prompts=_prompts(plan, table),
+        ),
+        verify=_verify_rows(table, layout, decode, num_chunk_rows) if decode else None,
+        decode_slots=decode.slots if decode else nothing.new_zeros(1),
+        first_verify_logit=len(sent["chunk logits"]) if plan.chunks else 0,
+    )
+
+
+def build_decode_inputs(around: Surroundings, decode: DecodeRows) -> StepInputs:
+    """`build_inputs` for a step of decode rows alone, without anything that the host knows of the slots.
+
+    A graph may hold it: what it reads stays in the same tensors.
+    """
+    layout = _lay_out(around.table, [None] * 3, decode, decode.num_rows)
+    return StepInputs(
+        forward=_forward_inputs(around, layout, around.table.block_rows(layout.slots, None)),
+        verify=_verify_rows(around.table, layout, decode, 0),
+        decode_slots=decode.slots,
+        first_verify_logit=0,
+    )
+
+
+def draw_rows(logits: ChunkLogits, sent: dict[str, torch.Tensor], table: SlotTable) -> TokenRows:
+    """Return the draws of a step's sampling chunks in plan order, one per sample; their logits: `draw logits`."""
+    count = len(logits.draws)
+    return TokenRows(
+        slots=sent["draw slots"],
+        seeds=sent["draw seeds"],
+        positions=sent["draw positions"],
+        token_table=table.token_table,
+        owners=tuple(chunk.slot for _, chunk in logits.draws),
+        by_owner=torch.arange(count, device=table.device)[:, None],
+        max_position=max(_end(chunk) for _, chunk in logits.draws),
+    )
+
+
+def own_rows(rows: VerifyRows, slots: Sequence[int], max_position: int) -> VerifyRows:
+    """Tell the host's part of `rows`: the slots of its sequences, and the largest position that they may produce."""
+    return replace(rows, rows=replace(rows.rows, owners=tuple(slots), max_position=max_position))
+
+
+def _lay_out(table: SlotTable, chunks: list[torch.Tensor | None], decode: DecodeRows | None, num_rows: int) -> _Layout:
+    """Place sequences one after the other: chunks (their slots, starts and lengths), decode slots, then padding."""
+    zero = torch.zeros(1, dtype=torch.int64, device=table.device)
+    chunk_slots, chunk_starts, chunk_lengths = ([] if part is None else [part] for part in chunks)
+    running = [decode.slots] if decode else []
+    slots = torch.cat([*chunk_slots, *running, zero])
+    firsts = torch.cat([*chunk_starts, *((table.num_tokens[part] - 1).clamp_min(0) for part in running), zero])
+    lengths = torch.cat([*chunk_lengths, *([decode.num_drafts + 1] if decode else []), zero])
+    ends = lengths.cumsum(0)
+    starts = torch.cat([zero, ends])  # the padding sequence begins where the last one ends
+    rows = torch.arange(num_rows, device=table.device)
+    sequence = torch.searchsorted(ends[:-1], rows, right=True)
+    is_padding = sequence == len(slots) - 1
+    offsets = rows - starts[sequence]
+    positions = torch.where(is_padding, 0, firsts[sequence] + offsets)
+    starts[-1:] = num_rows
+    return _Layout(sequence, offsets, positions, is_padding, slots, starts)
+
+
+def _forward_inputs(around: Surroundings, layout: _Layout, block_tables: dict[str, torch.Tensor]) -> ForwardInputs:
+    """Inputs that want the logits of all rows."""
+    table = around.table
+    return ForwardInputs(
+        token_ids=table.token_table[layout.slots[layout.sequence], layout.positions].to(torch.int64),
+        positions=layout.positions,
+        row_sequence=layout.sequence,
+        sequence_slots=layout.slots,
+        sequence_starts=layout.starts,
+        block_tables=block_tables,
+        token_table=table.token_table,
+        logit_rows=torch.arange(len(layout.positions), device=table.device),
+        is_padding=layout.is_padding,
+        caches=around.caches,
+        kernels=around.kernels,
+        dispatcher=around.dispatcher,
+    )
+
+
+def _verify_rows(table: SlotTable, layout: _Layout, decode: DecodeRows, first_row: int) -> VerifyRows:
+    """Return the decode rows, which are those from `first_row` on; the host's part is not told yet."""
+    sequence = layout.sequence[first_row:]
+    slots, offsets = layout.slots[sequence], layout.offsets[first_row:]
+    num_sequences = len(decode.slots)
+    first_sequence = len(layout.slots) - 1 - num_sequences
+    drafts = torch.cat([decode.num_drafts, decode.num_drafts.new_full((1,), -1)])
+    steps = torch.minimum(
+        torch.arange(table.max_drafts + 1, device=table.device), decode.num_drafts.clamp_min(0)[:, None]
+    )
+    own = layout.starts[first_sequence : first_sequence + num_sequences, None] - first_row + steps
+    return VerifyRows(
+        rows=TokenRows(
+            slots=slots,
+            seeds=table.sampling.seeds[slots],
+            positions=layout.positions[first_row:] + 1,
+            token_table=table.token_table,
+            owners=(),
+            by_owner=own.clamp_max(len(slots) - 1),
+            max_position=0,
+        ),
+        num_drafts=decode.num_drafts,
+        offsets=offsets,
+        is_draft=offsets < drafts[sequence - first_sequence],
+        draft_scores=table.draft_scores,
     )
 
 
@@ -139,56 +269,6 @@ def _prompts(plan: StepPlan, table: SlotTable) -> Prompts | None:
     )
 
 
-def _verify_rows(
-    table: SlotTable, slots: list[int], device_slots: torch.Tensor, first_positions: torch.Tensor, drafts: torch.Tensor
-) -> VerifyRows | None:
-    if not slots:
-        return None
-    return VerifyRows(
-        slots=device_slots,
-        samples=table.sample_numbers(slots),
-        num_drafts=drafts[drafts >= 0],
-        positions=first_positions + 1,
-        max_drafts=table.max_drafts,
-        token_table=table.token_table,
-        draft_scores=table.draft_scores,
-    )
-
-
-def _to_device(values: list[int], table: SlotTable) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=table.device)
-
-
-def _sequences(plan: StepPlan, num_drafts: list[int]) -> _Rows:
-    """Lay out the sequences; first positions of decode slots (0 here) are the device's to know."""
-    running = [(slot, drafts + 1) for slot, drafts in zip(plan.decode_slots.tolist(), num_drafts, strict=True)]
-    running = [(slot, count) for slot, count in running if count > 0]
-    slots = [chunk.slot for chunk in plan.chunks] + [slot for slot, _ in running]
-    lengths = [chunk.num_tokens for chunk in plan.chunks] + [count for _, count in running]
-    starts = [chunk.start_position for chunk in plan.chunks] + [0] * len(running)
-    if not slots:
-        slots, lengths, starts = [0], [1], [0]
-    return _Rows(slots, lengths, starts, len(plan.chunks), len(running))
-
-
-def _choose_logits(plan: StepPlan, table: SlotTable) -> tuple[list[int], tuple[PromptRows, ...], list[int]]:
-    """Return the chunk rows whose logits are wanted, the prompt rows among them, and each sampling chunk's logit."""
-    logit_rows: list[int] = []
-    prompts: list[PromptRows] = []
-    draw_rows: list[int] = []
-    first_row = 0
-    for chunk in plan.chunks:
-        num_known = _num_prompt_rows(chunk, table)
-        if num_known > 0:
-            prompts.append(PromptRows(chunk.slot, len(logit_rows), num_known, chunk.start_position + 1))
-            logit_rows += range(first_row, first_row + num_known)
-        first_row += chunk.num_tokens
-        if chunk.samples:
-            draw_rows.append(len(logit_rows))
-            logit_rows.append(first_row - 1)
-    return logit_rows, tuple(prompts), draw_rows
-
-
 def _num_prompt_rows(chunk: PrefillChunk, table: SlotTable) -> int:
     """Rows of the chunk that predict a token of the prompt, if their log-probabilities are wanted, else 0."""
     if chunk.slot not in table.prompt_logprobs:
@@ -196,17 +276,5 @@ def _num_prompt_rows(chunk: PrefillChunk, table: SlotTable) -> int:
     return min(chunk.num_tokens, table.num_prompt_tokens[chunk.slot] - 1 - chunk.start_position)
 
 
-def _sample_rows(
-    plan: StepPlan, table: SlotTable, draw_rows: list[int], logit_rows: list[int], positions: torch.Tensor
-) -> SampleRows:
-    drawing = [chunk.slot for chunk in plan.chunks if chunk.samples]
-    numbers = [table.sampling.samples[slot] for slot in drawing]
-    draws = [row for row, samples in zip(draw_rows, numbers, strict=True) for _ in samples]
-    owners = tuple((slot, len(samples)) for slot, samples in zip(drawing, numbers, strict=True))
-    return SampleRows(
-        logits=_to_device(draws, table),
-        slots=_to_device([slot for slot, count in owners for _ in range(count)], table),
-        samples=_to_device([sample for samples in numbers for sample in samples], table),
-        positions=positions[_to_device([logit_rows[row] for row in draws], table)] + 1,
-        owners=owners,
-    )
+def _end(chunk: PrefillChunk) -> int:
+    return chunk.start_position + chunk.num_tokens

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from deepinfer.platforms.platform import Piece
 from deepinfer.protocol import KVHandle
 from deepinfer.runtime.kv_transfer import Buffer
-from deepinfer.scheduler.step_plan import StepOutput, StepPlan
+from deepinfer.runtime.pending_output import PendingOutput
+from deepinfer.scheduler.step_plan import StepPlan
 from deepinfer.scheduler.step_results import Prefilled
 
 
@@ -20,7 +21,7 @@ class StepInFlight:
 
     plan: StepPlan
     start: Piece[None] | None = None
-    finish: Piece[StepOutput] | None = None
+    finish: Piece[PendingOutput] | None = None
 
     def is_ready(self) -> bool:
         """True when it can be read without a wait; a step that was launched is read in its turn only."""

@@ -1,7 +1,11 @@
-"""Runs one step on the device: slot table, forward, sampling, commit. Every method here runs on the device thread."""
+"""Runs one step on the device: slot table, forward, sampling, commit. Every method here runs on the device thread.
+
+Nothing in it waits for the device: what the host has to learn is copied to it, and read when the step has ended.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,15 +14,47 @@ import torch
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.model_spec import KVPart, Model
-from deepinfer.protocol import LogprobColumns
-from deepinfer.runtime.batch_inputs import SampleRows, StepInputs, build_inputs
+from deepinfer.platforms.transfer import to_device, to_host
+from deepinfer.runtime.batch_inputs import (
+    ChunkLogits,
+    DecodeRows,
+    StepInputs,
+    Surroundings,
+    build_decode_inputs,
+    build_inputs,
+    chunk_columns,
+    chunk_logits,
+    draw_rows,
+    own_rows,
+)
+from deepinfer.runtime.pending_output import (
+    PendingDraws,
+    PendingOutput,
+    PendingPrompt,
+    PendingRows,
+    pending_draws,
+    pending_rows,
+)
 from deepinfer.runtime.slot_table import SlotTable
-from deepinfer.runtime.speculation import BAD_NUMBERS, Speculation
-from deepinfer.sampling.logprobs import prompt_logprobs
-from deepinfer.sampling.sampler import Sampled, sample, unusable_rows
-from deepinfer.scheduler.logprob_columns import join_logprobs
-from deepinfer.scheduler.step_plan import Int32Array, SlotOutput, StepOutput, StepPlan
+from deepinfer.runtime.speculation import Committed, Speculation
+from deepinfer.runtime.step_graphs import Capture, StepGraphs
+from deepinfer.runtime.step_upload import send_together
+from deepinfer.sampling.logprobs import rank_tokens
+from deepinfer.sampling.sampler import sample, unusable_rows
+from deepinfer.scheduler.step_plan import Int32Array, StepPlan
 from deepinfer.structured_outputs.bitmask import StepMasks
+
+
+@dataclass(slots=True, frozen=True)
+class _Started:
+    """A step whose rows run. Either its `logits` are there, or all of it ran as one graph: then `committed` is."""
+
+    sent: dict[str, torch.Tensor]
+    chunks: ChunkLogits
+    max_position: int
+    step: StepInputs | None = None
+    logits: torch.Tensor | None = None
+    committed: Committed | None = None
 
 
 class ModelRunner:
@@ -33,49 +69,78 @@ class ModelRunner:
         kernels: KernelSet,
         dispatcher: TokenDispatcher,
         speculation: Speculation,
+        capture: Capture | None = None,
     ) -> None:
-        """Take over what the builder made; nothing else may use it from here on."""
+        """Take over what the builder made; nothing else may use it from here on.
+
+        With `capture`, that of the platform, decode steps run as graphs, where the dispatcher lets them.
+        """
         self._model = model
         self._caches = caches
         self._table = table
-        self._kernels = kernels
-        self._dispatcher = dispatcher
+        self._around = Surroundings(table, caches, kernels, dispatcher)
         self._speculation = speculation
-        self._started: tuple[StepInputs, torch.Tensor] | None = None
+        self._started: _Started | None = None
+        self._unusable: set[int] = set()
+        self._graphs: StepGraphs | None = None
+        if capture is not None and dispatcher.capturable:
+            self._graphs = StepGraphs(
+                capture, max_sequences=len(table.num_tokens) - 1, max_drafts=table.max_drafts, device=table.device
+            )
 
     @property
     def max_drafts(self) -> int:
         """Most drafts of a slot in a step."""
         return self._table.max_drafts
 
+    def record_graphs(self) -> None:
+        """Record the decode steps that will run as graphs, so that no request waits for it."""
+        if self._graphs is not None and self._speculation.capturable:
+            with torch.inference_mode():
+                self._graphs.record_all("whole", self._run_whole)
+
+    def run_padding(self, num_sequences: int, num_rows: int) -> None:
+        """Run a decode step of that size whose rows are all padding: to see what it needs."""
+        slots = torch.zeros(num_sequences, dtype=torch.int64, device=self._table.device)
+        with torch.inference_mode():
+            self._run_whole(DecodeRows(slots, torch.full_like(slots, -1), num_rows))
+
     def start_step(self, plan: StepPlan) -> None:
         """Apply admissions and grants and run the rows; `finish_step` of the same plan comes next."""
         assert self._started is None, "the step before has not been finished"
+        table = self._table
         with torch.inference_mode():
-            for admission in plan.admissions:
-                self._table.admit(admission)
-            for grant in plan.grants:
-                self._table.grant(grant)
-            step = build_inputs(
-                plan,
-                self._table,
-                num_drafts=self._speculation.num_drafts(plan),
-                caches=self._caches,
-                kernels=self._kernels,
-                dispatcher=self._dispatcher,
-            )
-            self._started = step, self._model.forward(step.forward).logits
+            columns = table.describe(plan)
+            chunks = chunk_logits(plan, table)
+            columns |= chunk_columns(plan, chunks, table) | {"decode slots": plan.decode_slots}
+            sent = send_together(columns, table.device)
+            table.apply(plan, sent)
+            max_position = table.note_step(plan.decode_slots.tolist())
+            decode = self._decode_rows(plan, sent["decode slots"])
+            if decode is not None and not plan.chunks and self._graphs is not None:
+                self._started = self._start_graph(plan, sent, chunks, max_position, decode, self._graphs)
+            else:
+                step = build_inputs(plan, self._around, sent, decode)
+                self._started = _Started(sent, chunks, max_position, step, self._forward(step))
 
-    def finish_step(self, plan: StepPlan, masks: StepMasks | None) -> StepOutput:
+    def finish_step(self, plan: StepPlan, masks: StepMasks | None) -> PendingOutput:
         """Draw tokens within what `masks` allow and leave them in the table as the next input; then draft."""
         assert self._started is not None, "the step has not been started"
-        (step, logits), self._started = self._started, None
+        started, self._started = self._started, None
         with torch.inference_mode():
+            if started.committed is not None:
+                assert masks is None, "a step of slots with grammars does not run as one graph"
+                return PendingOutput(plan, self._unusable, rows=pending_rows(started.committed, None))
+            assert started.step is not None, "neither logits nor tokens"
+            assert started.logits is not None, "neither logits nor tokens"
             self._table.sampling.masks = None if masks is None else masks.to(self._table.device)
-            output = StepOutput(plan.step_id, prompt_logprobs=self._prompt_logprobs(logits, step))
-            output.slots = (*self._draw(logits, step.samples), *self._speculation.commit(logits, step, plan))
-            self._speculation.draft(step, plan, output)
-            return output
+            return PendingOutput(
+                plan,
+                self._unusable,
+                draws=self._draw(started, started.logits),
+                prompts=tuple(self._rank_prompts(started, started.logits)),
+                rows=self._commit(plan, started, started.step, started.logits),
+            )
 
     def export_kv(self, *, slot: int, block_ids: dict[str, Int32Array], num_tokens: int) -> tuple[KVPart, ...]:
         """Copy a sequence's KV out of the caches."""
@@ -93,46 +158,76 @@ class ModelRunner:
                 self._caches, slot=slot, block_ids=self._device_blocks(block_ids), num_tokens=num_tokens, parts=parts
             )
 
-    def _draw(self, logits: torch.Tensor, rows: SampleRows) -> tuple[SlotOutput, ...]:
-        """Draw the first tokens of finished prompts. They go on elsewhere, so nothing is committed here."""
-        if not rows.owners:
-            return ()
-        sampled = sample(
-            logits[rows.logits],
-            slots=rows.slots,
-            samples=rows.samples,
-            positions=rows.positions,
-            token_table=self._table.token_table,
-            state=self._table.sampling,
-        )
-        return _slot_outputs(sampled, rows, self._table.unusable)
+    def _decode_rows(self, plan: StepPlan, slots: torch.Tensor) -> DecodeRows | None:
+        if len(plan.decode_slots) == 0:
+            return None
+        num_drafts = self._speculation.num_drafts(slots, plan.draft_budget)
+        return DecodeRows(slots, num_drafts, self._speculation.max_rows(len(slots), plan.draft_budget))
 
-    def _prompt_logprobs(self, all_logits: torch.Tensor, step: StepInputs) -> dict[int, LogprobColumns]:
-        columns = {}
-        for prompt in step.prompts:
+    def _start_graph(
+        self,
+        plan: StepPlan,
+        sent: dict[str, torch.Tensor],
+        chunks: ChunkLogits,
+        max_position: int,
+        decode: DecodeRows,
+        graphs: StepGraphs,
+    ) -> _Started:
+        """Run the step as one graph or, if a slot wants more than a plain draw, up to its logits."""
+        tier = decode.slots, decode.num_drafts, decode.num_rows
+        if self._speculation.capturable and self._are_plain(plan):
+            committed = graphs.run("whole", self._run_whole, *tier)
+            return _Started(sent, chunks, max_position, committed=committed)
+        step, logits = graphs.run("rows", self._run_rows, *tier)
+        return _Started(sent, chunks, max_position, step, logits)
+
+    def _are_plain(self, plan: StepPlan) -> bool:
+        state = self._table.sampling
+        special = (state.rules, state.truncating, state.num_logprobs, self._table.with_grammar)
+        return not any(slot in part for slot in plan.decode_slots.tolist() for part in special)
+
+    def _run_rows(self, decode: DecodeRows) -> tuple[StepInputs, torch.Tensor]:
+        step = build_decode_inputs(self._around, decode)
+        return step, self._forward(step)
+
+    def _run_whole(self, decode: DecodeRows) -> Committed:
+        step, logits = self._run_rows(decode)
+        assert step.verify is not None, "decode rows"
+        return self._speculation.commit(logits, step.verify, step.decode_slots)
+
+    def _forward(self, step: StepInputs) -> torch.Tensor:
+        return self._model.forward(step.forward).logits
+
+    def _draw(self, started: _Started, logits: torch.Tensor) -> PendingDraws | None:
+        """Draw the first tokens of finished prompts. They go on elsewhere, so nothing is committed here."""
+        if not started.chunks.draws:
+            return None
+        rows = draw_rows(started.chunks, started.sent, self._table)
+        sampled = sample(logits[started.sent["draw logits"]], rows, self._table.sampling)
+        return pending_draws(sampled, tuple(chunk for _, chunk in started.chunks.draws))
+
+    def _rank_prompts(self, started: _Started, all_logits: torch.Tensor) -> list[PendingPrompt]:
+        pending = []
+        for prompt in started.chunks.prompts:
             logits = all_logits[prompt.first_logit : prompt.first_logit + prompt.num_rows]
             end = prompt.first_position + prompt.num_rows
             next_ids = self._table.token_table[prompt.slot, prompt.first_position : end].to(torch.int64)
-            if unusable_rows(logits).any():
-                self._table.unusable.add(prompt.slot)
-            columns[prompt.slot] = prompt_logprobs(logits, next_ids, self._table.prompt_logprobs[prompt.slot])
-        return columns
+            num_top = self._table.prompt_logprobs[prompt.slot]
+            ranked = rank_tokens(logits, next_ids, num_top)
+            failed = to_host(unusable_rows(logits))
+            pending.append(PendingPrompt(prompt.slot, num_top, prompt.num_rows, ranked, failed))
+        return pending
+
+    def _commit(
+        self, plan: StepPlan, started: _Started, step: StepInputs, all_logits: torch.Tensor
+    ) -> PendingRows | None:
+        if step.verify is None:
+            self._speculation.draft(step.decode_slots)
+            return None
+        logits = all_logits[step.first_verify_logit :]
+        verify = own_rows(step.verify, plan.decode_slots.tolist(), started.max_position)
+        committed = self._speculation.commit(logits, verify, step.decode_slots)
+        return pending_rows(committed, self._speculation.logprobs(logits, verify, committed))
 
     def _device_blocks(self, block_ids: dict[str, Int32Array]) -> dict[str, torch.Tensor]:
-        return {name: torch.from_numpy(ids.astype(np.int64)).to(self._table.device) for name, ids in block_ids.items()}
-
-
-def _slot_outputs(sampled: Sampled, rows: SampleRows, unusable: set[int]) -> tuple[SlotOutput, ...]:
-    """Bring the draws to the host, one entry per owner; those in `unusable` have failed before."""
-    token_ids = sampled.token_ids.cpu().numpy().astype(np.int32)
-    failed = sampled.failed.cpu().numpy()
-    outputs = []
-    end = 0
-    for slot, num_draws in rows.owners:
-        start, end = end, end + num_draws
-        if slot in unusable or failed[start:end].any():
-            outputs.append(SlotOutput(slot, np.zeros(0, np.int32), failure=BAD_NUMBERS))
-            continue
-        columns = [column for column in sampled.logprobs[start:end] if column is not None]
-        outputs.append(SlotOutput(slot, token_ids[start:end], join_logprobs(columns) if columns else None))
-    return tuple(outputs)
+        return {name: to_device(ids.astype(np.int64), self._table.device) for name, ids in block_ids.items()}

@@ -285,7 +285,7 @@ class RankEngine:
         output = StepOutput(entry.plan.step_id)
         if entry.start is not None:
             assert entry.finish is not None, "the oldest step waits for no results"
-            output = entry.finish.result()
+            output = entry.finish.result().resolve()
             for piece in (entry.start, entry.finish):
                 self._record_work(piece, padding=entry.plan.is_idle)
                 output.device_seconds += piece.end_seconds - piece.begin_seconds

@@ -11,8 +11,9 @@ from deepinfer.kernels.ops import GumbelArgmax
 from deepinfer.kernels.reference.sampling import gumbel_argmax as reference_gumbel_argmax
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.protocol import SamplingParams
-from deepinfer.sampling.state import SamplingState
-from deepinfer.scheduler.step_plan import BlockGrant, SlotAdmission
+from deepinfer.runtime.step_upload import Column
+from deepinfer.sampling.state import DrawColumns, SamplingState, draw_column_arrays
+from deepinfer.scheduler.step_plan import BlockGrant, SlotAdmission, StepPlan
 from deepinfer.speculative.drafter import Anchors, Drafts
 
 BadWordIds = Callable[[SamplingParams], tuple[tuple[int, ...], ...]]
@@ -28,8 +29,9 @@ class SlotTable:
     next step, with `confidence` [S, max_drafts] float32 (log-odds, see `Drafts`) and, where they are kept,
     `draft_scores` [S, max_drafts, V]. `limits` [S] int64: a sequence ends at this number of tokens at the latest.
     `block_tables`: per paged group [S, max_blocks] int64, unused entries 0. `sampling`: parameters by slot.
-    On the host, by slot: `num_prompt_tokens`; `prompt_logprobs` of the slots that want them; `unusable`, the slots
-    whose prompt gave unusable numbers; `num_blocks` per group, which narrows block tables without asking the device.
+    On the host, by slot: `num_prompt_tokens`; `prompt_logprobs` of the slots that want them; `num_blocks` per group,
+    which narrows block tables without asking the device; `with_grammar`, the slots whose draws wait for a mask; and
+    `max_tokens`, an upper bound of `num_tokens`.
     """
 
     def __init__(
@@ -67,26 +69,58 @@ class SlotTable:
             num_slots, vocab_size, device, eos_token_id=eos_token_id, gumbel_argmax=gumbel_argmax
         )
         self.num_prompt_tokens = [0] * num_slots
+        self.max_tokens = [0] * num_slots
         self.prompt_logprobs: dict[int, int] = {}
-        self.unusable: set[int] = set()
+        self.with_grammar: set[int] = set()
         self.num_blocks = {group.name: [0] * num_slots for group in paged}
         self._bad_word_ids = bad_word_ids
 
-    def admit(self, admission: SlotAdmission) -> None:
-        """Give the slot to a new sequence, whatever was in it before."""
-        slot, num_tokens = admission.slot, len(admission.token_ids)
-        self.token_table[slot, :num_tokens] = torch.from_numpy(np.array(admission.token_ids, np.int32))
-        self.num_tokens[slot] = num_tokens
-        self.num_drafts[slot] = 0
-        self.limits[slot] = min(admission.num_prompt_tokens + admission.sampling.max_tokens, self.max_model_len)
-        self.num_prompt_tokens[slot] = admission.num_prompt_tokens
+    def describe(self, plan: StepPlan) -> dict[str, Column]:
+        """Take note of the admissions and grants of `plan` on the host; return what `apply` needs on the device."""
+        columns: dict[str, Column] = {}
+        if plan.admissions:
+            draws = [self._admit(admission) for admission in plan.admissions]
+            columns |= {
+                "admitted slots": np.array([admission.slot for admission in plan.admissions]),
+                "admitted tokens": np.concatenate([admission.token_ids for admission in plan.admissions]),
+                "admitted lengths": np.array([len(admission.token_ids) for admission in plan.admissions]),
+                "admitted limits": np.array([self._limit(admission) for admission in plan.admissions]),
+                **{f"admitted {name}": column for name, column in draw_column_arrays(draws).items()},
+            }
+        for group in {grant.group for grant in plan.grants}:
+            columns |= self._describe_grants(group, [grant for grant in plan.grants if grant.group == group])
+        return columns
+
+    def apply(self, plan: StepPlan, sent: dict[str, torch.Tensor]) -> None:
+        """Give slots to new sequences, whatever was in them before, then write block ids into block tables."""
+        if plan.admissions:
+            slots = sent["admitted slots"]
+            tokens = sent["admitted tokens"].split([len(admission.token_ids) for admission in plan.admissions])
+            for admission, token_ids in zip(plan.admissions, tokens, strict=True):
+                self.token_table[admission.slot, : len(token_ids)] = token_ids
+            self.num_tokens[slots] = sent["admitted lengths"]
+            self.limits[slots] = sent["admitted limits"]
+            self.num_drafts.index_fill_(0, slots, 0)
+            for table in self.block_tables.values():
+                table.index_fill_(0, slots, 0)
+            self.sampling.write(slots, {name.removeprefix("admitted "): column for name, column in sent.items()})
         for name, table in self.block_tables.items():
-            table[slot] = 0
-            self.num_blocks[name][slot] = 0
-        if slot in self.sampling.samples:
-            self.sampling.release(slot)
-        params = admission.sampling
-        self.sampling.admit(
+            if f"{name} block ids" in sent:
+                table[sent[f"{name} slots"], sent[f"{name} places"]] = sent[f"{name} block ids"]
+
+    def _admit(self, admission: SlotAdmission) -> DrawColumns:
+        slot, params = admission.slot, admission.sampling
+        self.num_prompt_tokens[slot] = admission.num_prompt_tokens
+        self.max_tokens[slot] = len(admission.token_ids)
+        for counts in self.num_blocks.values():
+            counts[slot] = 0
+        self.with_grammar.discard(slot)
+        if admission.grammar is not None:
+            self.with_grammar.add(slot)
+        self.prompt_logprobs.pop(slot, None)
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs[slot] = params.prompt_logprobs
+        return self.sampling.admit(
             slot,
             params,
             num_prompt_tokens=admission.num_prompt_tokens,
@@ -94,62 +128,75 @@ class SlotTable:
             first_sample=admission.first_sample,
             num_samples=admission.num_samples,
         )
-        self.unusable.discard(slot)
-        self.prompt_logprobs.pop(slot, None)
-        if params.prompt_logprobs is not None:
-            self.prompt_logprobs[slot] = params.prompt_logprobs
 
-    def grant(self, grant: BlockGrant) -> None:
-        """Write block ids into the slot's block table; entries behind them are void from then on."""
-        end = grant.first_index + len(grant.block_ids)
-        block_ids = torch.from_numpy(grant.block_ids.astype(np.int64))
-        self.block_tables[grant.group][grant.slot, grant.first_index : end] = block_ids
-        self.num_blocks[grant.group][grant.slot] = end
+    def _limit(self, admission: SlotAdmission) -> int:
+        return min(admission.num_prompt_tokens + admission.sampling.max_tokens, self.max_model_len)
+
+    def _describe_grants(self, group: str, grants: Sequence[BlockGrant]) -> dict[str, Column]:
+        """Entries behind what is granted are void from then on."""
+        for grant in grants:
+            self.num_blocks[group][grant.slot] = grant.first_index + len(grant.block_ids)
+        return {
+            f"{group} slots": np.repeat([grant.slot for grant in grants], [len(grant.block_ids) for grant in grants]),
+            f"{group} places": np.concatenate(
+                [np.arange(grant.first_index, grant.first_index + len(grant.block_ids)) for grant in grants]
+            ),
+            f"{group} block ids": np.concatenate([grant.block_ids for grant in grants]),
+        }
+
+    def note_step(self, slots: Sequence[int]) -> int:
+        """Count one more step of `slots`; return the largest position that any of its rows may produce."""
+        largest = 0
+        for slot in slots:
+            largest = max(largest, self.max_tokens[slot] + self.max_drafts)
+            self.max_tokens[slot] = min(self.max_tokens[slot] + 1 + self.max_drafts, self.max_model_len)
+        return largest
 
     def commit(self, slots: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor) -> None:
-        """Append the first `counts[i]` of `token_ids[i]` to distinct `slots` [n]; they are the next steps' inputs.
+        """Append the first `counts[i]` of `token_ids[i]` to `slots` [n]; they are the next steps' inputs.
 
-        `token_ids` [n, up to 1 + max_drafts] int64, `counts` [n] int64. The drafts that stood there are used up.
+        `token_ids` [n, up to 1 + max_drafts] int64, `counts` [n] int64. The drafts that stood there are used up. Slots
+        with a count differ; one without is left alone.
         """
-        columns = self.num_tokens[slots, None] + torch.arange(token_ids.shape[1], device=self.device)
-        self.token_table[slots[:, None], columns] = token_ids.to(torch.int32)
-        self.num_tokens[slots] += counts
-        self.num_drafts[slots] = 0
+        real = torch.where(counts > 0, slots, 0)
+        columns = self.num_tokens[real, None] + torch.arange(token_ids.shape[1], device=self.device)
+        kept = torch.where(real[:, None] > 0, token_ids, 0).to(torch.int32)
+        self.token_table[real[:, None], columns] = kept
+        self.num_tokens[real] += counts
+        self.num_drafts[real] = 0
 
     def room_for_drafts(self, slots: torch.Tensor) -> torch.Tensor:
         """Return [n] int64: how many drafts a step can use, at most those that are there; -1: the sequence has ended.
 
-        A step commits one token more than it accepts drafts, and none beyond the limit.
+        A step commits one token more than it accepts drafts, and none beyond the limit. Slot 0 has always ended.
         """
         return torch.minimum(self.num_drafts[slots], self.limits[slots] - self.num_tokens[slots] - 1)
 
-    def sample_numbers(self, slots: Sequence[int]) -> torch.Tensor:
-        """Return int64 [n]: the sample that each of `slots` is, where a slot is one."""
-        samples = [self.sampling.samples[slot][0] if slot else 0 for slot in slots]
-        return torch.tensor(samples, dtype=torch.int64, device=self.device)
-
-    def anchors(self, slots: Sequence[int], device_slots: torch.Tensor) -> Anchors:
-        """Return what drafts for `slots` begin with; slot 0 is inert."""
-        return Anchors(
-            slots=device_slots,
-            samples=self.sample_numbers(slots),
-            positions=(self.num_tokens[device_slots] - 1).clamp_min(0),
-            token_table=self.token_table,
-        )
+    def anchors(self, slots: torch.Tensor, owners: tuple[int, ...]) -> Anchors:
+        """Return what drafts for `slots` [n] begin with; slot 0 is inert. `owners`: those that the host knows of."""
+        positions = (self.num_tokens[slots] - 1).clamp_min(0)
+        return Anchors(slots=slots, positions=positions, token_table=self.token_table, owners=owners)
 
     def put_drafts(self, slots: torch.Tensor, drafts: Drafts) -> None:
-        """Leave `drafts` behind the committed tokens of `slots` [n]."""
+        """Leave `drafts` behind the committed tokens of `slots` [n]; slot 0 stays as it is."""
         columns = self.num_tokens[slots, None] + torch.arange(self.max_drafts, device=self.device)
-        self.token_table[slots[:, None], columns] = drafts.token_ids.to(torch.int32)
-        self.num_drafts[slots] = self.max_drafts
+        is_real = slots > 0
+        self.token_table[slots[:, None], columns] = torch.where(is_real[:, None], drafts.token_ids, 0).to(torch.int32)
+        self.num_drafts[slots] = torch.where(is_real, self.max_drafts, 0)
         self.confidence[slots] = drafts.confidence
         if self.draft_scores is not None:
             assert drafts.scores is not None, "the drafter keeps no scores"
             self.draft_scores[slots] = drafts.scores
 
-    def block_rows(self, slots: list[int], device_slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return, per paged group, [B, width] int64: the block tables of `slots`, as wide as the longest of them."""
+    def block_rows(self, device_slots: torch.Tensor, slots: Sequence[int] | None) -> dict[str, torch.Tensor]:
+        """Return, per paged group, [B, width] int64: the block tables of `device_slots` [B].
+
+        They are as wide as the longest of `slots`, the same on the host; None: as any may be.
+        """
         return {
-            name: table[device_slots, : max([1, *(self.num_blocks[name][slot] for slot in slots)])]
+            name: table[device_slots, : None if slots is None else self._width(name, slots)]
             for name, table in self.block_tables.items()
         }
+
+    def _width(self, group: str, slots: Sequence[int]) -> int:
+        return max([1, *(self.num_blocks[group][slot] for slot in slots)])

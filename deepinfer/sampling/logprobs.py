@@ -7,11 +7,14 @@ and whoever writes JSON has to replace it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from deepinfer.codec import pack, pack_floats
+from deepinfer.platforms.transfer import to_host
 from deepinfer.protocol import LogprobColumns
 from deepinfer.sampling.processors import log_normalizers
 
@@ -19,38 +22,45 @@ WHOLE_VOCABULARY = -1
 _ELEMENTS_PER_CHUNK = 1 << 22  # bounds the temporaries of long prompts
 
 
-def token_logprobs(logits: Tensor, chosen: Tensor, num_top: list[int]) -> list[LogprobColumns]:
-    """Return one token's columns for each row of `logits` [R, V] float32 (no NaN, no +inf, not all -inf).
+@dataclass(slots=True, frozen=True)
+class RankedTokens:
+    """Of R rows: `values` float32 and `token_ids` int64 [R, 1 + limit], on the host once the copy has happened.
 
-    Entries: `chosen[r]` [R] int64 first, then the `num_top[r]` most likely ids by descending value, ties by ascending
-    id (the chosen one again if it is among them); -1 is the whole vocabulary.
+    A row's entries: the chosen id first, then the `limit` most likely ids by descending value, ties by ascending id
+    (the chosen one again if it is among them).
+    """
+
+    values: Tensor
+    token_ids: Tensor
+    vocab_size: int
+
+    def columns(self, start: int, stop: int, num_top: int) -> LogprobColumns:
+        """Return the columns of the tokens of rows `start .. stop - 1`, with `num_top` alternatives each."""
+        end = 1 + num_entries(num_top, self.vocab_size)
+        return LogprobColumns(
+            counts=pack(np.full(stop - start, end)),
+            token_ids=pack(self.token_ids[start:stop, :end].numpy().flatten()),
+            values=pack_floats(self.values[start:stop, :end].numpy().flatten()),
+        )
+
+
+def num_entries(num_top: int, vocab_size: int) -> int:
+    """Return how many alternatives `num_top` asks for; -1 is the whole vocabulary."""
+    return vocab_size if num_top == WHOLE_VOCABULARY else min(num_top, vocab_size)
+
+
+def rank_tokens(logits: Tensor, chosen: Tensor, num_top: int) -> RankedTokens:
+    """Rank the tokens of R rows: `logits` [R, V] float32, `chosen` [R] int64; `num_top` as in `num_entries`.
+
+    Unusable rows (`sampler.unusable_rows`) give NaN: fail their request.
     """
     vocab_size = logits.shape[1]
-    limits = [vocab_size if count == WHOLE_VOCABULARY else min(count, vocab_size) for count in num_top]
-    values, token_ids = _ranked(logits, chosen, max(limits, default=0))
-    return [
-        LogprobColumns(counts=pack([limit + 1]), token_ids=pack(ids[: limit + 1]), values=pack_floats(row[: limit + 1]))
-        for limit, ids, row in zip(limits, token_ids.cpu().numpy(), values.cpu().numpy(), strict=True)
-    ]
-
-
-def prompt_logprobs(logits: Tensor, next_ids: Tensor, num_top: int) -> LogprobColumns:
-    """Return the columns of T prompt tokens: `next_ids` [T] int64 are the tokens that follow the rows of `logits`.
-
-    `logits` [T, V] float32; unusable rows (`sampler.unusable_rows`) give NaN: fail their request. Entries as in
-    `token_logprobs`, `num_top` for every token.
-    """
-    num_tokens, vocab_size = logits.shape
-    limit = vocab_size if num_top == WHOLE_VOCABULARY else min(num_top, vocab_size)
-    num_rows = max(1, _ELEMENTS_PER_CHUNK // vocab_size)
+    limit, num_rows = num_entries(num_top, vocab_size), max(1, _ELEMENTS_PER_CHUNK // vocab_size)
     chunks = [
-        _ranked(rows, ids, limit) for rows, ids in zip(logits.split(num_rows), next_ids.split(num_rows), strict=True)
+        _ranked(part, ids, limit) for part, ids in zip(logits.split(num_rows), chosen.split(num_rows), strict=True)
     ]
-    return LogprobColumns(
-        counts=pack(np.full(num_tokens, limit + 1)),
-        token_ids=b"".join(pack(ids.flatten().cpu().numpy()) for _, ids in chunks),
-        values=b"".join(pack_floats(values.flatten().cpu().numpy()) for values, _ in chunks),
-    )
+    values, token_ids = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return RankedTokens(to_host(values), to_host(token_ids), vocab_size)
 
 
 def _ranked(logits: Tensor, chosen: Tensor, limit: int) -> tuple[Tensor, Tensor]:

@@ -15,23 +15,43 @@ import torch
 from torch import Tensor
 
 from deepinfer.protocol import LogprobColumns
-from deepinfer.sampling.logprobs import token_logprobs
-from deepinfer.sampling.noise import TOKEN_PURPOSE, derived_seeds
+from deepinfer.sampling.logprobs import RankedTokens, num_entries, rank_tokens
+from deepinfer.sampling.noise import TOKEN_PURPOSE
 from deepinfer.sampling.processors import apply_rules, truncate
+from deepinfer.sampling.rows import TokenRows
 from deepinfer.sampling.state import SamplingState
 from deepinfer.structured_outputs.bitmask import mask_scores
 
 
 @dataclass(slots=True, frozen=True)
+class OwnerLogprobs:
+    """Log-probabilities of the owners that asked: `num_top` by place among the owners, in the order of `ranked`.
+
+    Each has `width` rows in it.
+    """
+
+    num_top: dict[int, int]
+    width: int
+    ranked: RankedTokens
+
+    def columns(self, place: int, num_tokens: int) -> LogprobColumns | None:
+        """Return the columns of the first `num_tokens` tokens of the owner at `place`; None if it did not ask."""
+        if place not in self.num_top:
+            return None
+        start = list(self.num_top).index(place) * self.width
+        return self.ranked.columns(start, start + num_tokens, self.num_top[place])
+
+
+@dataclass(slots=True, frozen=True)
 class Sampled:
-    """`token_ids` [R] int64; `logprobs`: one token's columns for each row that asked, else None.
+    """`token_ids` [R] int64; `logprobs` of the owners that asked.
 
     `failed` [R] bool: the row's numbers were unusable; its token id is 0 and means nothing.
     `fell_back` [R] bool: the rules left no token; it was drawn from the raw logits of the allowed ids instead.
     """
 
     token_ids: Tensor
-    logprobs: list[LogprobColumns | None]
+    logprobs: OwnerLogprobs | None
     failed: Tensor
     fell_back: Tensor
 
@@ -48,42 +68,27 @@ class Processed:
     fell_back: Tensor
 
 
-def sample(
-    logits: Tensor,
-    *,
-    slots: Tensor,
-    samples: Tensor,
-    positions: Tensor,
-    token_table: Tensor,
-    state: SamplingState,
-) -> Sampled:
-    """Choose one token for each row of `logits` [R, V] float32 (left as it is).
-
-    [R] int64 each: `slots`; `samples`, the sample number of the row's sequence; `positions`, the position of the token
-    to be produced. `token_table` [S, L] int32: tokens of a slot by position; those before `positions[r]`, drafts under
-    verification included, are row r's history.
-    """
-    processed = process(logits, slots=slots, positions=positions, token_table=token_table, state=state)
-    token_ids = choose(
-        processed.scores, processed.failed, slots=slots, samples=samples, positions=positions, state=state
-    )
-    logprobs = collect_logprobs(logits, token_ids, processed.failed, slots, state)
+def sample(logits: Tensor, rows: TokenRows, state: SamplingState) -> Sampled:
+    """Choose one token for each row of `logits` [R, V] float32 (left as it is)."""
+    processed = process(logits, rows, state)
+    token_ids = choose(processed.scores, processed.failed, rows, state)
+    logprobs = rank_owners(logits, token_ids[rows.by_owner], rows.by_owner, rows, state)
     return Sampled(token_ids=token_ids, logprobs=logprobs, failed=processed.failed, fell_back=processed.fell_back)
 
 
-def process(
-    logits: Tensor, *, slots: Tensor, positions: Tensor, token_table: Tensor, state: SamplingState
-) -> Processed:
-    """Apply the rules to each row; arguments as for `sample`."""
+def process(logits: Tensor, rows: TokenRows, state: SamplingState) -> Processed:
+    """Apply the rules to each row of `logits` [R, V]."""
     failed = unusable_rows(logits)
     fell_back = torch.zeros_like(failed)
     scores = masked = logits
     if state.masks is not None:
         scores = masked = logits.clone()
-        mask_scores(masked, state.masks, slots=slots, positions=positions)
-    if state.rules:
+        mask_scores(masked, state.masks, slots=rows.slots, positions=rows.positions)
+    places = rows.places(state.rules)
+    if places:
         scores = masked.clone()
-        _apply_all_rules(scores, masked, fell_back, slots, positions, token_table, state)
+    for place in places:
+        _apply_rules_of(place, scores, masked, fell_back, rows, state)
     if scores is not logits:
         failed = failed | ~scores.amax(dim=1).isfinite()
     return Processed(scores, failed, fell_back & ~failed)
@@ -94,87 +99,77 @@ def unusable_rows(logits: Tensor) -> Tensor:
     return ~logits.amax(dim=1).isfinite()
 
 
-def _apply_all_rules(
-    scores: Tensor,
-    masked: Tensor,
-    fell_back: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    token_table: Tensor,
-    state: SamplingState,
+def _apply_rules_of(
+    place: int, scores: Tensor, masked: Tensor, fell_back: Tensor, rows: TokenRows, state: SamplingState
 ) -> None:
-    """Run each row's rules on `scores`, in place; where no id is left, start again with the allowed ids alone.
+    """Run the rules of the owner at `place` on its rows of `scores`; where no id is left, start again without them.
 
-    That happens when min_tokens or bad words exclude all that is allowed. Such a row is marked in `fell_back`. What
-    a grammar allows has been applied to `masked`.
+    That happens when min_tokens or bad words exclude all that is allowed: then the allowed ids alone count, and the row
+    is marked in `fell_back`. What a grammar allows has been applied to `masked`.
     """
-    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-        rules = state.rules.get(slot)
-        if rules is None:
-            continue
-        apply_rules(scores[row], rules, token_table[slot, :position])
-        if scores[row].amax() == -math.inf:
-            fell_back[row] = True
-            scores[row] = masked[row]
-            if rules.banned is not None:
-                scores[row].masked_fill_(rules.banned, -math.inf)
+    slot, own = rows.owners[place], rows.by_owner[place]
+    rules, before = state.rules[slot], masked[own]
+    changed = before.clone()
+    apply_rules(changed, rules, rows.token_table[slot, : rows.max_position], rows.positions[own])
+    is_empty = changed.amax(dim=1) == -math.inf
+    if rules.banned is not None:
+        before.masked_fill_(rules.banned, -math.inf)
+    changed = torch.where(is_empty[:, None], before, changed)
+    is_own = rows.slots[own] == slot
+    scores[own] = torch.where(is_own[:, None], changed, scores[own])
+    fell_back[own] = torch.where(is_own, is_empty, fell_back[own])
 
 
 def choose(
-    scores: Tensor,
-    failed: Tensor,
-    *,
-    slots: Tensor,
-    samples: Tensor,
-    positions: Tensor,
-    state: SamplingState,
-    purpose: int = TOKEN_PURPOSE,
+    scores: Tensor, failed: Tensor, rows: TokenRows, state: SamplingState, *, purpose: int = TOKEN_PURPOSE
 ) -> Tensor:
     """Return the token ids [R] int64: arg-max for greedy rows, else a draw with the noise of `purpose`; 0 if failed.
 
-    `scores` [R, V] as `process` returns them, `failed` [R] bool; the rest as for `sample`.
+    `scores` [R, V] and `failed` [R] as `process` returns them.
     """
-    token_ids = scores.argmax(dim=1)
-    if state.drawing:
-        rows = (~state.greedy[slots] & ~failed).nonzero().flatten()
-        if len(rows):
-            owners = slots[rows]
-            seeds = derived_seeds(state.seeds[owners], samples[rows])
-            tempered = temper(scores[rows], owners, state)
-            token_ids[rows] = state.gumbel_argmax(
-                tempered, seeds, positions[rows], torch.ones_like(tempered[:, 0]), purpose=purpose
-            )
+    temperatures = state.temperatures[rows.slots]
+    if rows.places(state.truncating):
+        scores = temper(scores, rows, state)
+        temperatures = (temperatures != 0).to(torch.float32)
+    token_ids = state.gumbel_argmax(scores, rows.seeds, rows.positions, temperatures, purpose=purpose)
     return token_ids.masked_fill_(failed, 0)
 
 
-def temper(scores: Tensor, slots: Tensor, state: SamplingState) -> Tensor:
+def temper(scores: Tensor, rows: TokenRows, state: SamplingState) -> Tensor:
     """Return a copy of `scores` [R, V] divided by the slots' temperatures and truncated: softmax of it is drawn from.
 
-    The rows' slots are not greedy.
+    Scores of greedy rows stay as they are.
     """
-    tempered = scores / state.temperatures[slots][:, None]
-    if state.truncating:
-        truncate(tempered, top_k=state.top_k[slots], top_p=state.top_p[slots], log_min_p=state.log_min_p[slots])
+    temperatures = state.temperatures[rows.slots][:, None]
+    tempered = scores / torch.where(temperatures == 0, 1.0, temperatures)
+    places = rows.places(state.truncating)
+    if places:
+        wanted = [state.truncating[rows.owners[place]] for place in places]
+        own = rows.take(rows.by_owner, places)
+        slots, part = rows.slots[own], tempered[own]
+        truncate(
+            part,
+            top_k=state.top_k[slots],
+            top_p=state.top_p[slots],
+            log_min_p=state.log_min_p[slots],
+            max_top_k=max(one.top_k for one in wanted),
+            with_top_p=any(one.with_top_p for one in wanted),
+        )
+        tempered[own] = part
     return tempered
 
 
-def collect_logprobs(
-    logits: Tensor, token_ids: Tensor, failed: Tensor, slots: Tensor, state: SamplingState
-) -> list[LogprobColumns | None]:
-    """Return one token's columns for each row of raw `logits` [R, V] that asked and has not failed, else None."""
-    columns: list[LogprobColumns | None] = [None] * len(logits)
-    if not state.num_logprobs:
-        return columns
-    row_failed = failed.tolist()
-    wanted = {
-        row: state.num_logprobs[slot]
-        for row, slot in enumerate(slots.tolist())
-        if slot in state.num_logprobs and not row_failed[row]
-    }
-    if wanted:
-        rows = torch.tensor(list(wanted), device=logits.device)
-        for row, column in zip(
-            wanted, token_logprobs(logits[rows], token_ids[rows], list(wanted.values())), strict=True
-        ):
-            columns[row] = column
-    return columns
+def rank_owners(
+    logits: Tensor, token_ids: Tensor, row_of: Tensor, rows: TokenRows, state: SamplingState
+) -> OwnerLogprobs | None:
+    """Return the log-probabilities that owners asked for, from raw `logits` [R, V]; None if nobody did.
+
+    `token_ids` and `row_of` [n, w]: the tokens of each owner, and the rows that they were chosen from.
+    """
+    places = rows.places(state.num_logprobs)
+    if not places:
+        return None
+    num_top = {place: state.num_logprobs[rows.owners[place]] for place in places}
+    most = max(num_entries(count, logits.shape[1]) for count in num_top.values())
+    ranked = rank_tokens(logits[rows.take(row_of, places)], rows.take(token_ids, places), most)
+    return OwnerLogprobs(num_top, row_of.shape[1], ranked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.models.model_spec import DraftInputs, DraftNetwork
 from deepinfer.sampling.noise import DRAFT_PURPOSE, TOKEN_PURPOSE
+from deepinfer.sampling.rows import TokenRows
 from deepinfer.sampling.sampler import choose, temper
 from deepinfer.sampling.state import SamplingState
 
@@ -19,14 +20,14 @@ from deepinfer.sampling.state import SamplingState
 class Anchors:
     """The last committed tokens of B sequences, all tokens before them having run through the target.
 
-    [B] int64 each: `slots` (slot 0 is inert), `samples` (sample numbers), `positions` of the anchors. `token_table`
-    [S, L] int32: tokens by slot and position.
+    [B] int64 each: `slots` (slot 0 is inert) and `positions` of the anchors. `token_table` [S, L] int32: tokens by slot
+    and position. `owners`: the slots as the host knows them, without inert ones behind them.
     """
 
     slots: Tensor
-    samples: Tensor
     positions: Tensor
     token_table: Tensor
+    owners: tuple[int, ...]
 
     @property
     def token_ids(self) -> Tensor:
@@ -47,7 +48,13 @@ class Drafts:
 
 
 class Drafter(Protocol):
-    """Drafts for a step's sequences. A collective: every rank of a group calls it in every step, also with none."""
+    """Drafts for a step's sequences. A collective: every rank of a group calls it in every step, also with none.
+
+    `capturable`: a graph may hold it.
+    """
+
+    @property
+    def capturable(self) -> bool: ...
 
     def draft(self, anchors: Anchors) -> Drafts:
         """Return K drafts for each anchor; K is the same in every call."""
@@ -81,6 +88,11 @@ class ChainDrafter:
         self._state = state
         self._independent = independent
 
+    @property
+    def capturable(self) -> bool:
+        """See `Drafter`."""
+        return self._dispatcher.capturable
+
     def draft(self, anchors: Anchors) -> Drafts:
         """See `Drafter`."""
         slots, previous = anchors.slots, anchors.token_ids
@@ -95,20 +107,23 @@ class ChainDrafter:
             )
         )
         fine = torch.zeros_like(slots, dtype=torch.bool)
+        rows = TokenRows(
+            slots=slots,
+            seeds=self._state.seeds[slots],
+            positions=anchors.positions,
+            token_table=anchors.token_table,
+            owners=anchors.owners,
+            by_owner=torch.arange(len(slots), device=slots.device)[:, None],
+            max_position=0,
+        )
         token_ids, confidence, kept = [], [], []
         for row in range(self._max_drafts):
             confidence.append(self._network.confidence(block.hidden[:, row], previous))
             scores = block.logits[:, row] + self._network.markov_bias(previous)
+            rows = replace(rows, positions=rows.positions + 1)
             if self._independent:
-                kept.append(temper(scores, slots, self._state))
-            previous = choose(
-                scores,
-                fine,
-                slots=slots,
-                samples=anchors.samples,
-                positions=anchors.positions + 1 + row,
-                state=self._state,
-                purpose=DRAFT_PURPOSE + row if self._independent else TOKEN_PURPOSE,
-            )
+                kept.append(temper(scores, rows, self._state))
+            purpose = DRAFT_PURPOSE + row if self._independent else TOKEN_PURPOSE
+            previous = choose(scores, fine, rows, self._state, purpose=purpose)
             token_ids.append(previous)
         return Drafts(torch.stack(token_ids, 1), torch.stack(confidence, 1), torch.stack(kept, 1) if kept else None)

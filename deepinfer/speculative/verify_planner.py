@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer.platforms.transfer import to_device
 from deepinfer.scheduler.step_plan import DraftBudget, Float32Array, StepOutput, StepPlan
 from deepinfer.speculative.confidence import Calibrator, survival
 from deepinfer.speculative.cost_table import CostTable
@@ -112,11 +113,11 @@ def share_budget(confidence: Tensor, room: Tensor, budget: DraftBudget) -> Tenso
     if budget.total is None:
         return torch.clamp_max(room, budget.num_drafts)
     num_slots, num_drafts = confidence.shape
-    temperatures = torch.tensor(budget.temperatures or (1.0,) * num_drafts, device=confidence.device)
-    chances = torch.sigmoid(confidence / temperatures).cumprod(1)
+    temperatures = np.array(budget.temperatures or (1.0,) * num_drafts, np.float32)
+    chances = torch.sigmoid(confidence / to_device(temperatures, confidence.device)).cumprod(1)
     steps = torch.arange(num_drafts, device=confidence.device)
     chances = chances.masked_fill(steps >= room[:, None], -1.0)
     order = torch.sort(chances.t().flatten(), descending=True, stable=True)
-    taken = order.indices[: budget.total][order.values[: budget.total] >= 0]
-    counts = torch.bincount(taken % num_slots, minlength=num_slots)
+    taken = (order.values[: budget.total] >= 0).to(torch.int64)
+    counts = torch.zeros_like(room).scatter_add_(0, order.indices[: budget.total] % num_slots, taken)
     return torch.where(room < 0, -1, counts)

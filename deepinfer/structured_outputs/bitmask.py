@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepinfer.platforms.transfer import to_device
+
 WORD_BITS = 32
 
 
@@ -25,7 +27,8 @@ class StepMasks:
 
     def to(self, device: torch.device) -> StepMasks:
         """Return the masks on `device`."""
-        return StepMasks(self.slots.to(device), self.positions.to(device), self.words.to(device))
+        parts = (to_device(part.numpy(), device) for part in (self.slots, self.positions, self.words))
+        return StepMasks(*parts)
 
 
 def mask_scores(scores: Tensor, masks: StepMasks, *, slots: Tensor, positions: Tensor) -> None:
@@ -34,13 +37,13 @@ def mask_scores(scores: Tensor, masks: StepMasks, *, slots: Tensor, positions: T
     A row of a slot with a grammar for which there is no mask is left without any id: it fails, it is never free.
     """
     belongs = slots[:, None] == masks.slots
-    rows = belongs.any(dim=1).nonzero().flatten()
-    owners = belongs[rows].to(torch.int64).argmax(dim=1)
-    places = positions[rows] - masks.positions[owners]
-    last = masks.words.shape[1] - 1
-    allowed = allowed_ids(masks.words[owners, places.clamp(0, last)], scores.shape[1])
-    allowed &= ((places >= 0) & (places <= last))[:, None]
-    scores[rows] = scores[rows].masked_fill_(~allowed, -math.inf)
+    owners = belongs.to(torch.int64).argmax(dim=1)
+    places = positions - masks.positions[owners]
+    width = masks.words.shape[1]
+    has_mask = belongs.any(dim=1) & (places >= 0) & (places < width)
+    allowed = allowed_ids(masks.words.flatten(0, 1), scores.shape[1])[owners * width + places.clamp(0, width - 1)]
+    allowed &= has_mask[:, None]
+    scores.masked_fill_(belongs.any(dim=1)[:, None] & ~allowed, -math.inf)
 
 
 def num_words(vocab_size: int) -> int:

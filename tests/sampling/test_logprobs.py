@@ -7,11 +7,23 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from deepinfer.codec import unpack, unpack_floats
 from deepinfer.protocol import LogprobColumns
-from deepinfer.sampling.logprobs import prompt_logprobs, token_logprobs
-from tests.sampling.sampling_case import Batch
+from deepinfer.sampling.logprobs import rank_tokens
+from tests.sampling.sampling_case import Batch, columns_of
+
+
+def token_logprobs(logits: Tensor, chosen: Tensor, num_top: list[int]) -> list[LogprobColumns]:
+    """The columns of each row, with as many alternatives as it asks for, from one ranking of all."""
+    ranked = rank_tokens(logits, chosen, -1 if -1 in num_top else max(num_top))
+    return [ranked.columns(row, row + 1, count) for row, count in enumerate(num_top)]
+
+
+def prompt_logprobs(logits: Tensor, next_ids: Tensor, num_top: int) -> LogprobColumns:
+    """The columns of all rows."""
+    return rank_tokens(logits, next_ids, num_top).columns(0, len(logits), num_top)
 
 
 def _entries(columns: LogprobColumns) -> list[list[tuple[int, float]]]:
@@ -81,7 +93,7 @@ def test_sampling_reports_the_raw_distribution_of_rows_that_asked() -> None:
     batch.admit(3, temperature=0.0, logprobs=0)
     logits = torch.tensor([0.0, 1.0, 2.0, 9.0]).repeat(3, 1)
     sampled = batch.sample(logits, [1, 2, 3], [1, 1, 1])
-    first, second, third = sampled.logprobs
+    first, second, third = columns_of(sampled)
     assert second is None
     assert first is not None
     assert third is not None

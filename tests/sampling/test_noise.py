@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from deepinfer.kernels.reference.sampling import gumbel_argmax, gumbel_noise, noise_words, philox
-from deepinfer.sampling.noise import TOKEN_PURPOSE, derived_seeds
-from deepinfer.scheduler.sampling_params import derived_seed
+from deepinfer.sampling.noise import TOKEN_PURPOSE
 
 VECTORS = [
     (0, 0, 0, 0, 0x6627E8D5, 0.674840),
@@ -61,13 +60,6 @@ def test_extreme_words_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> Non
     noise = gumbel_noise(torch.zeros(1).long(), torch.zeros(1).long(), purpose=0, num_tokens=2)
     largest, smallest = 33 * math.log(2), -math.log(24 * math.log(2))  # of u = 2**-33 and of u = 1 - 2**-24
     assert noise[0].tolist() == pytest.approx([largest, smallest], abs=1e-6)
-
-
-def test_seeds_of_samples_agree_with_the_host() -> None:
-    seeds = [0, 42, 42, 42, 2**63 - 1, 2**40 + 7]
-    samples = [3, 0, 1, 2, 16_383, 0]
-    expected = [derived_seed(seed, sample) for seed, sample in zip(seeds, samples, strict=True)]
-    assert derived_seeds(torch.tensor(seeds), torch.tensor(samples)).tolist() == expected
 
 
 def test_a_draw_is_the_same_alone_and_among_others() -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.token_rows import admit
 from torch import Tensor
 
 from deepinfer.protocol import SamplingParams
@@ -22,14 +23,22 @@ def _rules(
     prompt: list[int],
     output: list[int],
     bad_words: tuple[tuple[int, ...], ...] = (),
+    shorter: bool = False,
     **fields: object,
 ) -> list[float]:
     state = SamplingState(2, VOCAB_SIZE, torch.device("cpu"), eos_token_id=1)
     params = SamplingParams(seq_seed=0, **fields)  # type: ignore[arg-type]
-    state.admit(1, params, num_prompt_tokens=len(prompt), bad_word_ids=bad_words)
-    row = torch.tensor(scores, dtype=torch.float32)
-    apply_rules(row, state.rules[1], torch.tensor([*prompt, *output], dtype=torch.int32))
-    return row.tolist()
+    admit(state, 1, params, num_prompt_tokens=len(prompt), bad_word_ids=bad_words)
+    history = [*prompt, *output]
+    rows = torch.tensor([scores, scores], dtype=torch.float32)
+    # The second row sees all but the last token; what stands behind a row's position is not its history.
+    positions = torch.tensor([len(history), max(len(prompt), len(history) - 1)])
+    apply_rules(rows, state.rules[1], torch.tensor([*history, 2, 3, 4], dtype=torch.int32), positions)
+    if output and not shorter:
+        assert rows[1].tolist() == _rules(
+            scores, prompt=prompt, output=output[:-1], bad_words=bad_words, shorter=True, **fields
+        )
+    return rows[0].tolist()
 
 
 def test_allowed_ids() -> None:
@@ -83,6 +92,8 @@ def _kept(scores: list[float], *, top_k: int = 99, top_p: float = 1.0, min_p: fl
         top_k=torch.tensor([min(top_k, len(scores))]),
         top_p=torch.tensor([top_p], dtype=torch.float64),
         log_min_p=torch.tensor([math.log(min_p) if min_p else -INF]),
+        max_top_k=top_k if top_k < len(scores) else 0,
+        with_top_p=top_p < 1.0,
     )
     return {index for index, value in enumerate(row[0].tolist()) if value > -INF}
 
@@ -140,6 +151,8 @@ def test_rows_truncate_by_their_own_parameters() -> None:
         top_k=torch.tensor([4, 1, 4, 4]),
         top_p=torch.tensor([1.0, 1.0, 0.65, 1.0], dtype=torch.float64),
         log_min_p=torch.tensor([-INF, -INF, -INF, math.log(0.45)]),
+        max_top_k=1,
+        with_top_p=True,
     )
     assert (scores > -INF).sum(dim=1).tolist() == [4, 1, 2, 3]
 

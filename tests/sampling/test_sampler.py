@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
+from support.token_rows import admit, rows_of
 from torch import Tensor
 
 from deepinfer.protocol import SamplingParams
 from deepinfer.sampling.sampler import Sampled, sample
 from deepinfer.sampling.state import SamplingState
 from deepinfer.scheduler.sampling_params import derived_seed
-from tests.sampling.sampling_case import EOS, MAX_LEN, Batch
+from tests.sampling.sampling_case import EOS, MAX_LEN, Batch, columns_of
 
 NUM_POSITIONS = 20_000
 PROBABILITIES = torch.tensor([0.05, 0.2, 0.01, 0.3, 0.14, 0.1, 0.15, 0.05])
@@ -53,7 +55,6 @@ def test_a_row_without_any_allowed_token_falls_back_to_its_raw_logits() -> None:
     batch = Batch()
     batch.admit(1, temperature=0.0, allowed_token_ids=(EOS,), min_tokens=5)
     batch.admit(2, temperature=1.0, allowed_token_ids=(3,), top_p=0.5)
-    batch.state.release(2)
     batch.admit(2, temperature=1.0, allowed_token_ids=(3,), bad_words=((3,),))
     batch.admit(3, temperature=0.0)
     sampled = batch.sample(torch.randn(3, 10), [1, 2, 3], [1, 1, 1])
@@ -87,8 +88,9 @@ def test_unusable_rows_fail_alone(temperature: float, damage: str) -> None:
     assert sampled.failed.tolist() == [False, True, False]
     assert not sampled.fell_back.any()
     assert sampled.token_ids[[0, 2]].tolist() == healthy.token_ids[[0, 2]].tolist()
-    assert sampled.logprobs[1] is None
-    assert [sampled.logprobs[0], sampled.logprobs[2]] == [healthy.logprobs[0], healthy.logprobs[2]]
+    found, wanted = columns_of(sampled), columns_of(healthy)
+    assert None not in wanted
+    assert [found[0], found[2]] == [wanted[0], wanted[2]]
     assert int(sampled.token_ids[1]) == 0
 
 
@@ -99,14 +101,14 @@ def test_padding_rows_cost_no_draw() -> None:
     assert sampled.token_ids[[0, 2]].tolist() == [0, 0]
 
 
-def test_a_released_slot_keeps_nothing() -> None:
-    batch = Batch()
-    fresh = Batch()
+def test_a_slot_keeps_nothing_of_its_last_sequence() -> None:
+    batch, fresh = Batch(), Batch()
     batch.admit(2, temperature=0.7, top_k=2, top_p=0.5, min_p=0.1, logprobs=3, min_tokens=4, presence_penalty=1.0)
-    batch.state.release(2)
+    for one in (batch, fresh):
+        one.admit(2, temperature=0.0)
     for name, column in vars(fresh.state).items():
-        released = getattr(batch.state, name)
-        assert torch.equal(released, column) if isinstance(column, Tensor) else released == column, name
+        kept = getattr(batch.state, name)
+        assert torch.equal(kept, column) if isinstance(column, Tensor) else kept == column, name
 
 
 def _mixed_batch() -> tuple[Batch, Tensor, list[int], list[int], list[int]]:
@@ -128,7 +130,7 @@ def _mixed_batch() -> tuple[Batch, Tensor, list[int], list[int], list[int]]:
 def _row(sampled: Sampled, row: int) -> tuple[int, object, bool, bool]:
     return (
         int(sampled.token_ids[row]),
-        sampled.logprobs[row],
+        columns_of(sampled)[row],
         bool(sampled.failed[row]),
         bool(sampled.fell_back[row]),
     )
@@ -168,15 +170,13 @@ def _draws(*, samples: int = 0, seed: int = 123, **fields: object) -> Tensor:
     """Counts [8] of the tokens drawn at NUM_POSITIONS positions from PROBABILITIES."""
     state = SamplingState(2, 8, torch.device("cpu"), eos_token_id=EOS)
     params = SamplingParams(**({"seq_seed": seed} | fields))  # type: ignore[arg-type]
-    state.admit(1, params, num_prompt_tokens=0)
-    sampled = sample(
-        PROBABILITIES.log().repeat(NUM_POSITIONS, 1),
-        slots=torch.ones(NUM_POSITIONS, dtype=torch.int64),
-        samples=torch.full((NUM_POSITIONS,), samples),
-        positions=torch.arange(NUM_POSITIONS),
-        token_table=torch.zeros(2, MAX_LEN, dtype=torch.int32),
-        state=state,
-    )
+    admit(state, 1, params, num_prompt_tokens=0)
+    table = torch.zeros(2, MAX_LEN, dtype=torch.int32)
+    seeds = [derived_seed(seed, samples)] * NUM_POSITIONS
+    rows = rows_of([1] * NUM_POSITIONS, seeds, range(NUM_POSITIONS), table)
+    if state.truncating:
+        rows = dataclasses.replace(rows, owners=(1,), by_owner=torch.arange(NUM_POSITIONS)[None])
+    sampled = sample(PROBABILITIES.log().repeat(NUM_POSITIONS, 1), rows, state)
     return torch.bincount(sampled.token_ids, minlength=8)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.token_rows import admit
 from torch import Tensor
 
 from deepinfer.distributed.local_dispatcher import LocalDispatcher
@@ -41,8 +42,8 @@ class FakeNetwork:
 def _draft(base: Tensor, *, max_drafts: int = BLOCK, independent: bool = False) -> tuple[Drafts, FakeNetwork]:
     """Slot 1 is greedy, slot 2 draws; their anchors are tokens 4 and 10 at positions 3 and 7."""
     state = SamplingState(3, VOCAB, torch.device("cpu"), eos_token_id=0)
-    state.admit(1, SamplingParams(temperature=0.0, seq_seed=1), num_prompt_tokens=1)
-    state.admit(2, SamplingParams(temperature=0.5, seq_seed=2), num_prompt_tokens=1)
+    admit(state, 1, SamplingParams(temperature=0.0, seq_seed=1), num_prompt_tokens=1)
+    admit(state, 2, SamplingParams(temperature=0.5, seq_seed=2), num_prompt_tokens=1)
     table = torch.zeros(3, 20, dtype=torch.int32)
     table[1, 3], table[2, 7] = 4, 10
     network = FakeNetwork(base)
@@ -55,7 +56,7 @@ def _draft(base: Tensor, *, max_drafts: int = BLOCK, independent: bool = False) 
         independent=independent,
     )
     slots = torch.tensor([1, 2, 0])
-    return drafter.draft(Anchors(slots, torch.zeros(3, dtype=torch.int64), torch.tensor([3, 7, 0]), table)), network
+    return drafter.draft(Anchors(slots, torch.tensor([3, 7, 0]), table, (1, 2))), network
 
 
 def test_a_greedy_chain_follows_the_token_before() -> None:

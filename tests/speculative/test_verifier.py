@@ -34,7 +34,7 @@ def test_every_committed_token_follows_the_target(rule: str, proposed: Tensor, c
     verified = run(case, rule, _all(5))
     expected = distribution(case)
     for place in range(4):
-        there = verified.num_accepted >= place
+        there = (verified.counts - 1) >= place
         assert chi_square(verified.token_ids[there, place], expected) < MAX_CHI_SQUARE, place
     # The token behind an accepted run, on its own: residual draws and ordinary ones.
     assert not verified.failed.any()
@@ -51,7 +51,7 @@ def test_tokens_of_a_run_are_independent(rule: str) -> None:
     verified = run(case, rule, _all(5))
     expected = distribution(case)
     for first in range(VOCAB):
-        there = (verified.num_accepted >= 1) & (verified.token_ids[:, 0] == first)
+        there = ((verified.counts - 1) >= 1) & (verified.token_ids[:, 0] == first)
         if there.sum() > 1000:
             assert chi_square(verified.token_ids[there, 1], expected) < MAX_CHI_SQUARE, first
 
@@ -70,7 +70,7 @@ def test_a_draft_that_the_target_excludes_is_replaced(rule: str) -> None:
     proposed = torch.where(torch.arange(VOCAB) < 5, -torch.inf, TARGET)
     case = Case(target, proposed, _params())
     verified = run(case, rule, _all(2))
-    assert verified.num_accepted.max() == 0
+    assert (verified.counts - 1).max() == 0
     assert chi_square(verified.token_ids[:, 0], distribution(case)) < MAX_CHI_SQUARE
 
 
@@ -80,11 +80,11 @@ def test_cuts_that_do_not_look_at_drafts_are_lossless(rule: str) -> None:
     case = Case(TARGET, FAR, _params())
     num_drafts = torch.arange(COUNT) % 6
     verified = run(case, rule, num_drafts)
-    assert (verified.num_accepted <= num_drafts).all()
+    assert ((verified.counts - 1) <= num_drafts).all()
     for length in range(6):
         there = num_drafts == length
         assert chi_square(verified.token_ids[there, 0], distribution(case)) < MAX_CHI_SQUARE, length
-        whole = there & (verified.num_accepted == length)
+        whole = there & ((verified.counts - 1) == length)
         if whole.sum() > 200:
             last = verified.token_ids[whole, length]
             assert chi_square(last, distribution(case)) < MAX_CHI_SQUARE, length
@@ -94,9 +94,9 @@ def test_shared_noise_commits_what_is_drawn_without_drafts() -> None:
     case = Case(TARGET, NEAR, _params(temperature=0.8, top_p=0.95))
     verified = run(case, "shared_noise", _all(5))
     plain = torch.stack([run(case, "shared_noise", _all(0), position=5 + j).token_ids[:, 0] for j in range(6)], 1)
-    committed = torch.arange(6) <= verified.num_accepted[:, None]
+    committed = torch.arange(6) <= (verified.counts - 1)[:, None]
     assert torch.equal(verified.token_ids[committed], plain[committed])
-    assert set(verified.num_accepted.tolist()) == set(range(6))
+    assert set((verified.counts - 1).tolist()) == set(range(6))
 
 
 @pytest.mark.parametrize(("proposed", "least"), [(NEAR, 0.0), (FAR, 0.0)])
@@ -105,7 +105,7 @@ def test_rejection_accepts_as_often_as_the_distributions_overlap(proposed: Tenso
     overlap = float(torch.minimum(torch.softmax(TARGET, 0), torch.softmax(proposed, 0)).sum())
     accepted = {}
     for rule in ("rejection", "shared_noise"):
-        accepted[rule] = float((run(case, rule, _all(5)).num_accepted > least).double().mean())
+        accepted[rule] = float((run(case, rule, _all(5)).counts - 1 > least).double().mean())
     assert accepted["rejection"] == pytest.approx(overlap, abs=0.015)
     assert accepted["shared_noise"] <= overlap + 0.015
 
@@ -114,8 +114,8 @@ def test_rejection_accepts_as_often_as_the_distributions_overlap(proposed: Tenso
 def test_greedy_sequences_accept_what_equals_the_arg_max(rule: str) -> None:
     params = _params(temperature=0.0)
     same = run(Case(TARGET, TARGET, params, count=50), rule, torch.full((50,), 4))
-    assert same.num_accepted.tolist() == [4] * 50
+    assert (same.counts - 1).tolist() == [4] * 50
     assert (same.token_ids == 0).all()
     other = run(Case(TARGET, FAR, params, count=50), rule, torch.full((50,), 4))
-    assert other.num_accepted.tolist() == [0] * 50
+    assert (other.counts - 1).tolist() == [0] * 50
     assert (other.token_ids[:, 0] == 0).all()

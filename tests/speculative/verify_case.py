@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from support.token_rows import admit, rows_of
 from torch import Tensor
 
 from deepinfer.protocol import SamplingParams
 from deepinfer.sampling.noise import DRAFT_PURPOSE, TOKEN_PURPOSE
+from deepinfer.sampling.rows import TokenRows
 from deepinfer.sampling.sampler import choose, temper
 from deepinfer.sampling.state import SamplingState
 from deepinfer.speculative.verifier import RejectionVerifier, SharedNoiseVerifier, Verified, VerifyRows
@@ -29,14 +31,12 @@ class Case:
     def state(self) -> SamplingState:
         state = SamplingState(self.count + 1, VOCAB, torch.device("cpu"), eos_token_id=0)
         slots = range(1, self.count + 1)
-        state.samples = {slot: range(1) for slot in slots}
         one = SamplingState(2, VOCAB, torch.device("cpu"), eos_token_id=0)
-        one.admit(1, self.params, num_prompt_tokens=1)
-        for name in ("temperatures", "greedy", "top_k", "top_p", "log_min_p"):
+        admit(one, 1, self.params, num_prompt_tokens=1)
+        for name in ("temperatures", "top_k", "top_p", "log_min_p"):
             getattr(state, name)[1:] = getattr(one, name)[1]
         state.seeds[1:] = torch.arange(1, self.count + 1) * 7919
-        state.truncating = set(slots) if one.truncating else set()
-        state.drawing = set(slots) if one.drawing else set()
+        state.truncating = dict.fromkeys(slots, one.truncating[1]) if one.truncating else {}
         return state
 
 
@@ -44,7 +44,6 @@ def run(case: Case, rule: str, num_drafts: Tensor, *, position: int = 5, one_hot
     """Draft and verify once for every sequence: `num_drafts` [count], at most 5. `one_hot`: drafts by arg-max."""
     state, slots = case.state(), torch.arange(1, case.count + 1)
     is_rejection = rule == "rejection"
-    samples = torch.zeros_like(slots)
     token_table = torch.zeros(case.count + 1, position + 6, dtype=torch.int32)
     draft_scores = torch.zeros(case.count + 1, 5, VOCAB)
     scores = case.proposed.expand(case.count, VOCAB)
@@ -52,35 +51,48 @@ def run(case: Case, rule: str, num_drafts: Tensor, *, position: int = 5, one_hot
         scores = torch.full_like(scores, -torch.inf)
         scores[:, int(case.proposed.argmax())] = 0.0
     for place in range(5):
-        drafts = choose(
-            scores,
-            torch.zeros_like(slots, dtype=torch.bool),
-            slots=slots,
-            samples=samples,
-            positions=torch.full_like(slots, position + place),
-            state=state,
-            purpose=DRAFT_PURPOSE + place if is_rejection else TOKEN_PURPOSE,
-        )
-        token_table[slots, position + place] = drafts.int()
-        draft_scores[slots, place] = temper(scores, slots, state)
-    rows = VerifyRows(
-        slots=slots,
-        samples=samples,
-        num_drafts=num_drafts,
-        positions=torch.full_like(slots, position),
-        max_drafts=5,
-        token_table=token_table,
-        draft_scores=draft_scores,
-    )
+        drafting = rows_of(slots.tolist(), state.seeds[slots].tolist(), [position + place] * case.count, token_table)
+        purpose = DRAFT_PURPOSE + place if is_rejection else TOKEN_PURPOSE
+        fine = torch.zeros_like(slots, dtype=torch.bool)
+        token_table[slots, position + place] = choose(scores, fine, drafting, state, purpose=purpose).int()
+        draft_scores[slots, place] = temper(scores, drafting, state)
+    rows = _verify_rows(num_drafts, state, token_table, position, draft_scores)
     logits = case.target.expand(int((num_drafts + 1).sum()), VOCAB)
     verifier = RejectionVerifier() if is_rejection else SharedNoiseVerifier()
     return verifier.verify(logits, rows, state)
 
 
+def _verify_rows(
+    num_drafts: Tensor, state: SamplingState, token_table: Tensor, position: int, draft_scores: Tensor
+) -> VerifyRows:
+    """Rows of sequences in the slots from 1 on, all at `position`."""
+    counts = num_drafts + 1
+    sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    starts = counts.cumsum(0) - counts
+    offsets = torch.arange(len(sequence)) - starts[sequence]
+    slots = sequence + 1
+    return VerifyRows(
+        rows=TokenRows(
+            slots=slots,
+            seeds=state.seeds[slots],
+            positions=position + offsets,
+            token_table=token_table,
+            owners=tuple(range(1, len(counts) + 1)),
+            by_owner=starts[:, None] + torch.minimum(torch.arange(6), num_drafts[:, None]),
+            max_position=position + 5,
+        ),
+        num_drafts=num_drafts,
+        offsets=offsets,
+        is_draft=offsets < num_drafts[sequence],
+        draft_scores=draft_scores,
+    )
+
+
 def distribution(case: Case) -> Tensor:
     """The target's distribution [V] after temperature and truncation."""
     state = case.state()
-    return torch.softmax(temper(case.target[None], torch.tensor([1]), state), 1)[0].double()
+    rows = rows_of([1], [0], [0], torch.zeros(2, 1, dtype=torch.int32))
+    return torch.softmax(temper(case.target[None], rows, state), 1)[0].double()
 
 
 def chi_square(token_ids: Tensor, expected: Tensor) -> float:

@@ -109,8 +109,7 @@ class FakeModel:
     def _mix_previous(self, inputs: ForwardInputs, states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Add each row's predecessor: in this step's rows, or in the ring of its slot; then write the rings."""
         rings, positions = inputs.caches.rings, inputs.positions
-        is_first = torch.zeros(len(states), dtype=torch.bool)
-        is_first[inputs.sequence_starts[:-1]] = True
+        is_first = torch.arange(len(states)) == inputs.sequence_starts[inputs.row_sequence]
         before = torch.where(is_first, rings[slots, (positions - 1) % RING], states.roll(1))
         before = torch.where(positions == 0, 0, before)
         last = inputs.positions[inputs.sequence_starts[1:] - 1][inputs.row_sequence]

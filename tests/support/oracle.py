@@ -47,6 +47,11 @@ class OracleDrafter:
         self._log = log
         self._anchors: dict[tuple[int, int], int] = {}  # (slot, sequence) -> position of its last anchor
 
+    @property
+    def capturable(self) -> bool:
+        """See `Drafter`: it looks tokens up on the host."""
+        return False
+
     def draft(self, anchors: Anchors) -> Drafts:
         """See `Drafter`."""
         rows = []
