@@ -167,6 +167,8 @@ def stream_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
     yield Case("collapse_streams", lambda: kernels.collapse_streams(streams, pre), 2.5 * streams.numel())
     mix = normal(rows, 4, 4, dtype=torch.float32)
     yield Case("update_streams", lambda: kernels.update_streams(streams, x, pre, mix), 4.5 * streams.numel())
+    advance = lambda: kernels.advance_streams(streams, x, pre, mix, pre, weight, epsilon=1e-20)  # noqa: E731
+    yield Case("advance_streams", advance, 5 * streams.numel())
 
 
 def cache_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:

@@ -183,6 +183,17 @@ class UpdateStreams(Protocol):
     def __call__(self, streams: Tensor, y: Tensor, post: Tensor, mix: Tensor) -> Tensor: ...
 
 
+class AdvanceStreams(Protocol):
+    """From one sublayer to the next: `UpdateStreams`, `CollapseStreams` by `pre`, `RMSNorm` by `weight` [D].
+
+    Returns the new streams [T, M, D] and what the next sublayer reads [T, D]. Rounds where the three ops do.
+    """
+
+    def __call__(
+        self, streams: Tensor, y: Tensor, post: Tensor, mix: Tensor, pre: Tensor, weight: Tensor, *, epsilon: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class EngramRows(Protocol):
     """Table rows [T, (N - 1) * heads] int64 of each position's n-grams of 2 .. N tokens.
 

@@ -29,6 +29,7 @@ _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
         "deepinfer.kernels.reference.sampling",
     ),
     "triton": (
+        "deepinfer.kernels.nvidia.advance",
         "deepinfer.kernels.nvidia.attention",
         "deepinfer.kernels.nvidia.cache",
         "deepinfer.kernels.nvidia.engram",
@@ -123,6 +124,7 @@ class KernelSet:
     mix_coefficients: ops.MixCoefficientsOf
     collapse_streams: ops.CollapseStreams
     update_streams: ops.UpdateStreams
+    advance_streams: ops.AdvanceStreams
     engram_rows: ops.EngramRows
     engram_lookup: ops.EngramLookup
     engram_gate: ops.EngramGate

@@ -160,6 +160,12 @@ def check_hyper_connection(bench: Bench) -> None:
     )
     updated = bench.reference.update_streams(streams, y, wanted.post, wanted.mix)
     close(bench.kernels.update_streams(streams, y, wanted.post, wanted.mix), updated, 1e-3)
+    arguments = streams, y, wanted.post, wanted.mix, wanted.pre, bench.normal(sizes.hidden)
+    advanced, other = (
+        kernels.advance_streams(*arguments, epsilon=1e-20) for kernels in (bench.kernels, bench.reference)
+    )
+    close(advanced[0], other[0], 1e-3)
+    close(advanced[1], other[1], 2e-3)
 
 
 def check_engram(bench: Bench) -> None:

@@ -118,6 +118,22 @@ def _update_streams(bench: Bench) -> Run:
     return lambda rows: [bench.kernels.update_streams(streams[rows], y[rows], post[rows], mix[rows])]
 
 
+def _advance_streams(bench: Bench) -> Run:
+    hidden, dtype = bench.sizes.hidden, bench.kernels.numerics.dtype
+    streams, y = bench.normal(NUM_ROWS, 4, hidden, dtype=dtype), bench.normal(NUM_ROWS, hidden, dtype=dtype)
+    post, pre = bench.normal(NUM_ROWS, 4, dtype=torch.float32), bench.normal(NUM_ROWS, 4, dtype=torch.float32)
+    mix, weight = bench.normal(NUM_ROWS, 4, 4, dtype=torch.float32), bench.normal(hidden)
+
+    def run(rows: Tensor) -> list[Tensor]:
+        return list(
+            bench.kernels.advance_streams(
+                streams[rows], y[rows], post[rows], mix[rows], pre[rows], weight, epsilon=1e-6
+            )
+        )
+
+    return run
+
+
 def _engram_rows(bench: Bench) -> Run:
     history = bench.integers(0, 129280, NUM_ROWS, 4)
     multipliers = bench.integers(2**53, 2**55, 4) | 1
@@ -291,6 +307,7 @@ CASES: dict[str, Callable[[Bench], Run]] = {
     "mix_coefficients": _mix_coefficients,
     "collapse_streams": _collapse_streams,
     "update_streams": _update_streams,
+    "advance_streams": _advance_streams,
     "engram_rows": _engram_rows,
     "engram_lookup": _engram_lookup,
     "engram_gate": _engram_gate,

@@ -14,6 +14,7 @@ from deepinfer.kernels.ops import MixCoefficients, Numerics
 from deepinfer.kernels.reference.abilities import implementation
 from deepinfer.kernels.reference.elementwise import sigmoid
 from deepinfer.kernels.reference.matmul import matmul_rows
+from deepinfer.kernels.reference.norm import RMSNorm
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,6 +85,20 @@ class UpdateStreams:
         return (added + mixed).to(self.numerics.dtype)
 
 
+@dataclass(slots=True, frozen=True)
+class AdvanceStreams:
+    """`ops.AdvanceStreams`: the three ops one after the other."""
+
+    numerics: Numerics
+
+    def __call__(
+        self, streams: Tensor, y: Tensor, post: Tensor, mix: Tensor, pre: Tensor, weight: Tensor, *, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        streams = UpdateStreams(self.numerics)(streams, y, post, mix)
+        collapsed = CollapseStreams(self.numerics)(streams, pre)
+        return streams, RMSNorm(self.numerics)(collapsed, weight, epsilon=epsilon)
+
+
 def _weighted_sum(streams: Tensor, weights: Tensor) -> Tensor:
     total = streams[:, 0].float() * weights[:, :1]
     for stream in range(1, streams.shape[1]):
@@ -95,4 +110,5 @@ IMPLEMENTATIONS = (
     implementation("mix_coefficients", lambda _: MixCoefficientsOf()),
     implementation("collapse_streams", CollapseStreams),
     implementation("update_streams", UpdateStreams),
+    implementation("advance_streams", AdvanceStreams),
 )

@@ -1,0 +1,110 @@
+"""From one sublayer to the next in one Triton kernel: update of the four streams, their collapse, and its norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.nvidia.abilities import triton_kernel
+from deepinfer.kernels.ops import Numerics
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _four(place):
+    return tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
+
+
+@triton.jit
+def _advance_kernel(
+    streams_ptr,
+    y_ptr,
+    post_ptr,
+    mix_ptr,
+    pre_ptr,
+    weight_ptr,
+    out_ptr,
+    hidden_ptr,
+    epsilon,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row. The collapse waits in `hidden` for its mean square; each thread reads back what it wrote itself."""
+    row = tl.program_id(0).to(tl.int64)
+    post0, post1, post2, post3 = _four(post_ptr + row * 4)
+    pre0, pre1, pre2, pre3 = _four(pre_ptr + row * 4)
+    mix00, mix01, mix02, mix03 = _four(mix_ptr + row * 16)
+    mix10, mix11, mix12, mix13 = _four(mix_ptr + row * 16 + 4)
+    mix20, mix21, mix22, mix23 = _four(mix_ptr + row * 16 + 8)
+    mix30, mix31, mix32, mix33 = _four(mix_ptr + row * 16 + 12)
+    model_dtype = out_ptr.dtype.element_ty
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        place = streams_ptr + row * (4 * WIDTH) + columns
+        x0 = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        x1 = tl.load(place + WIDTH, mask=inside, other=0.0).to(tl.float32)
+        x2 = tl.load(place + 2 * WIDTH, mask=inside, other=0.0).to(tl.float32)
+        x3 = tl.load(place + 3 * WIDTH, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        new0 = (mix00 * x0 + mix10 * x1 + mix20 * x2 + mix30 * x3 + post0 * y).to(model_dtype)
+        new1 = (mix01 * x0 + mix11 * x1 + mix21 * x2 + mix31 * x3 + post1 * y).to(model_dtype)
+        new2 = (mix02 * x0 + mix12 * x1 + mix22 * x2 + mix32 * x3 + post2 * y).to(model_dtype)
+        new3 = (mix03 * x0 + mix13 * x1 + mix23 * x2 + mix33 * x3 + post3 * y).to(model_dtype)
+        place = out_ptr + row * (4 * WIDTH) + columns
+        tl.store(place, new0, mask=inside)
+        tl.store(place + WIDTH, new1, mask=inside)
+        tl.store(place + 2 * WIDTH, new2, mask=inside)
+        tl.store(place + 3 * WIDTH, new3, mask=inside)
+        collapsed = new0.to(tl.float32) * pre0 + new1.to(tl.float32) * pre1
+        collapsed = collapsed + new2.to(tl.float32) * pre2 + new3.to(tl.float32) * pre3
+        rounded = collapsed.to(model_dtype)
+        tl.store(hidden_ptr + row * WIDTH + columns, rounded, mask=inside)
+        squares += rounded.to(tl.float32) * rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + epsilon)
+    for start in range(0, WIDTH, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        place = hidden_ptr + row * WIDTH + columns
+        collapsed = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, weight * (collapsed * inverse), mask=inside)
+
+
+@dataclass(slots=True, frozen=True)
+class AdvanceStreams:
+    """`ops.AdvanceStreams` for four streams."""
+
+    numerics: Numerics
+
+    def __call__(
+        self, streams: Tensor, y: Tensor, post: Tensor, mix: Tensor, pre: Tensor, weight: Tensor, *, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, num, width = streams.shape
+        assert num == 4, f"written for 4 streams, not {num}"
+        updated = torch.empty(streams.shape, dtype=self.numerics.dtype, device=streams.device)
+        hidden = torch.empty(num_rows, width, dtype=self.numerics.dtype, device=streams.device)
+        if num_rows:
+            _advance_kernel[(num_rows,)](
+                streams.contiguous(),
+                y.contiguous(),
+                post.contiguous(),
+                mix.contiguous(),
+                pre.contiguous(),
+                weight,
+                updated,
+                hidden,
+                epsilon,
+                WIDTH=width,
+                BLOCK=min(_BLOCK, triton.next_power_of_2(width)),
+            )
+        return updated, hidden
+
+
+IMPLEMENTATIONS = (triton_kernel("advance_streams", AdvanceStreams),)
