@@ -20,7 +20,7 @@ from rich.console import Console
 from deepinfer.actors.rank_life import RankProgram
 from deepinfer.cli.cluster_tables import memory_table, op_table, rank_table
 from deepinfer.cli.main import interrupt, run_app
-from deepinfer.cli.options import AsJson, Settings, Verbose, log_level, read_config
+from deepinfer.cli.options import AsJson, Settings, Verbose, load_options, log_level, read_config
 from deepinfer.config import ClusterConfig
 from deepinfer.errors import ClusterError
 from deepinfer.launcher import ClusterRecord, bring_up, connected, read_logs, read_status, take_down
@@ -72,8 +72,10 @@ def up(file: ConfigFile, settings: Settings = None, verbose: Verbose = False) ->
 
     Example: deepinfer-cluster up cluster_configs/cpu-tiny.yaml
     """
-    config = _read(file, settings, verbose=verbose)
-    directory = resolve_model(config.model.path, revision=config.model.revision, cache_dir=Path(config.cache_dir))
+    config = load_options(file, settings=settings).config
+    set_up_logging(log_level(config, verbose=verbose))
+    cache_dir = Path(config.cache_dir).expanduser()
+    directory = resolve_model(config.model.path, revision=config.model.revision, cache_dir=cache_dir)
     record, facts = bring_up(
         config, model_directory=str(directory), model_digest=model_digest(directory), program=RankProgram()
     )

@@ -28,6 +28,8 @@ def memory_table(roles: Sequence[RoleMemory]) -> Table:
     table.add_row("needed", *(_gib(memory.needed_bytes) for memory in roles))
     table.add_row("device", *(_gib(memory.device_bytes) for memory in roles))
     table.add_row("left for steps", *(_gib(memory.left_bytes) for memory in roles))
+    if any(memory.host_table_bytes for memory in roles):
+        table.add_row("n-gram tables, host, once a node", *(_gib(memory.host_table_bytes) for memory in roles))
     table.add_row("cache holds, tokens", *(f"{memory.num_tokens:,}" for memory in roles))
     if any(memory.recast_bytes for memory in roles):
         table.add_row("more if DeepGEMM recasts experts (Hopper)", *(_gib(memory.recast_bytes) for memory in roles))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import Any
 
 import ray
@@ -24,6 +25,8 @@ _ASK_SECONDS = 1.0
 # A start that says nothing can't be told from one that hangs.
 _SILENCE_SECONDS = 20.0
 _STOP_SECONDS = 30.0
+# So many ranks in one phase are named one by one.
+_MAX_NAMED = 8
 
 
 class EngineExistsError(ClusterError):
@@ -102,11 +105,30 @@ def _report_until_done(driver: ActorHandle[Any], start: Any) -> None:
     while not ray.wait([start], timeout=_ASK_SECONDS)[0]:
         ranks = _phases(driver)
         now = time.monotonic()
-        changed = {rank: text for rank, text in ranks.items() if shown.get(rank) != text}
+        changed = {rank: text for rank, text in ranks.items() if _phase(shown.get(rank, "")) != _phase(text)}
         if changed or now - last_line > _SILENCE_SECONDS:
             lines = changed or ranks or {"driver": "starting"}
-            _LOGGER.info("%.0f s: %s", now - begin, ", ".join(f"{rank}: {text}" for rank, text in lines.items()))
+            _LOGGER.info("%.0f s: %s", now - begin, summarize(lines))
             shown, last_line = ranks, now
+
+
+def summarize(ranks: dict[str, str]) -> str:
+    """Return where the ranks stand in one line; of many ranks in one phase, the first speaks for all."""
+    by_phase: defaultdict[str, list[str]] = defaultdict(list)
+    for rank, text in ranks.items():
+        by_phase[_phase(text)].append(rank)
+    parts = []
+    for names in by_phase.values():
+        if len(names) > _MAX_NAMED:
+            parts.append(f"{len(names)} ranks like {names[0]}: {ranks[names[0]]}")
+        else:
+            parts += [f"{name}: {ranks[name]}" for name in names]
+    return ", ".join(parts)
+
+
+def _phase(text: str) -> str:
+    """The name of a phase, without how far it is."""
+    return text.partition(":")[0]
 
 
 def _phases(driver: ActorHandle[Any]) -> dict[str, str]:

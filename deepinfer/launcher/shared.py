@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,10 +18,12 @@ from deepinfer.actors.engine_facts import EngineFacts
 from deepinfer.actors.rank_life import RankProgram
 from deepinfer.config import ClusterConfig
 from deepinfer.errors import ClusterError, ConfigError
+from deepinfer.launcher.accelerator import resolve_for_ray, resolve_here
 from deepinfer.launcher.differences import check_joinable
 from deepinfer.launcher.engine import EngineExistsError, find_driver, start_engine, stop_engine
 from deepinfer.launcher.local import attach_recorded, is_reachable
 from deepinfer.launcher.orphans import end_orphans, find_orphans, take_over
+from deepinfer.launcher.memory import check_fits
 from deepinfer.launcher.providers import start_ray, stop_ray
 from deepinfer.launcher.record import (
     ClusterRecord,
@@ -42,12 +45,17 @@ _LEFTOVER_SECONDS = 30.0
 def bring_up(
     config: ClusterConfig, *, model_directory: str, model_digest: str, program: RankProgram
 ) -> tuple[ClusterRecord, EngineFacts]:
-    """Bring the engine `config.name` up, or join the one that is up already; `config` is resolved.
+    """Bring the engine `config.name` up, or join the one that is up already.
 
+    What `config` leaves to the machine is chosen by the one that Ray runs on. An engine whose ranks can't fit their
+    devices is refused before anything is started.
     Ranks whose driver has died are taken over if they are what is asked for, and ended if not. Raises ConfigError when
     the one that is up is another one than asked for, and what stopped a start. A Ray that was started for an engine
     that did not come up is stopped again.
     """
+    unresolved, config = config, resolve_here(config)
+    if unresolved.accelerator != "auto" or config.ray.provider == "local":
+        check_fits(config, Path(model_directory))
     record = read_record(config)
     is_new = record is None or not is_reachable(record.address)
     if is_new:
@@ -61,6 +69,8 @@ def bring_up(
     try:
         connection = attach_recorded(record, config.ray)
         try:
+            config = resolve_for_ray(unresolved, connection)
+            check_fits(config, Path(model_directory))
             facts = _join_or_start(config, record, model_directory, model_digest, program)
         finally:
             connection.close()

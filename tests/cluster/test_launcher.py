@@ -15,6 +15,7 @@ from deepinfer.actors.engine_facts import EngineFacts
 from deepinfer.config import ClusterConfig, load_config, resolve
 from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.differences import check_joinable
+from deepinfer.launcher.engine import summarize
 from deepinfer.launcher.logs import _choose
 from deepinfer.launcher.ray_node import stop_processes
 from deepinfer.launcher.record import (
@@ -189,3 +190,13 @@ def test_two_hosts_over_a_false_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         left = stop_on_hosts(record, config.ray)
     assert left == []
     assert not Path(str(record.folder)).exists()
+
+
+def test_a_start_is_told_in_one_line() -> None:
+    """Few ranks one by one, many in one phase by their first."""
+    few = {"prefill-0": "loading code", "decode-0": "loading weights: 1.0 of 2.0 GiB"}
+    assert summarize(few) == "prefill-0: loading code, decode-0: loading weights: 1.0 of 2.0 GiB"
+    many = {f"decode-{rank}": f"loading weights: {rank}.0 of 90.0 GiB" for rank in range(64)}
+    assert summarize({**few, **many}) == (
+        "prefill-0: loading code, 64 ranks like decode-0: loading weights: 0.0 of 90.0 GiB"
+    )

@@ -7,14 +7,19 @@ from typing import Any
 
 import jsonschema
 import pytest
+import ray
 import yaml
 
+from deepinfer.actors.rank_life import RankProgram
 from deepinfer.cli.cluster import run_command
 from deepinfer.config import ClusterConfig, load_config, resolve
 from deepinfer.errors import ConfigError
+from deepinfer.launcher import shared
 from deepinfer.launcher.kuberay import render_kuberay
-from deepinfer.launcher.memory import rank_memory
+from deepinfer.launcher.local import RayConnection
+from deepinfer.launcher.memory import check_fits, rank_memory
 from deepinfer.launcher.providers import render_ray, start_ray
+from deepinfer.models.deepseek_v41.tiny import tiny_directory
 
 FOLDER = Path(__file__).parent.parent.parent / "cluster_configs"
 FILES = ("cpu-tiny", "h200-1", "h200-8", "sm100-64")
@@ -124,6 +129,53 @@ def test_what_cannot_fit_is_refused_with_the_sums(capsys: pytest.CaptureFixture[
     assert "prefill.ranks: a prefill rank needs 171.8 GiB" in capsys.readouterr().err
     assert run_command(["render", str(FOLDER / "h200-8.yaml")]) == 0
     assert "routed experts" in capsys.readouterr().err
+
+
+def test_up_refuses_what_cannot_fit_before_it_starts_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shared, "start_ray", None)
+    settings = [f"cache_dir={tmp_path}", "cache.device_bytes=1000000"]
+    assert (
+        run_command(["up", str(FOLDER / "cpu-tiny.yaml"), *(part for text in settings for part in ("--set", text))])
+        == 2
+    )
+    assert "prefill.ranks: a prefill rank needs" in capsys.readouterr().err
+
+
+def test_devices_of_unknown_size_are_left_to_the_ranks(tmp_path: Path) -> None:
+    config = load_config(settings=["model=tiny", "accelerator=nvidia", f"cache_dir={tmp_path}"], environ={}).config
+    check_fits(resolve(config, accelerator="nvidia"), tiny_directory(tmp_path))
+
+
+def test_up_takes_the_accelerator_of_the_nodes_that_it_starts_ranks_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine of the command may have none."""
+    started: list[ClusterConfig] = []
+
+    def join_or_start(config: ClusterConfig, *_: object) -> None:
+        started.append(config)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(shared, "attach_recorded", lambda record, config: RayConnection(connected=False))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 8.0})
+    monkeypatch.setattr(shared, "_join_or_start", join_or_start)
+    settings = ["model=tiny", "ray.provider=existing", "ray.address=127.0.0.1:1", f"cache_dir={tmp_path}"]
+    config = load_config(settings=settings, environ={}).config
+    with pytest.raises(ConfigError, match="enough"):
+        shared.bring_up(config, model_directory=str(tiny_directory(tmp_path)), model_digest="", program=RankProgram())
+    assert config.accelerator == "auto"
+    assert [(found.accelerator, found.decode.ranks) for found in started] == [("nvidia", 1)]
+
+
+def test_tables_stand_where_they_are_put() -> None:
+    """One copy a node in host memory, or a share on every device."""
+    prefill, decode = rank_memory(read("sm100-64", "decode.ngram_tables=sharded"))
+    assert decode.weights["engram tables"] == pytest.approx(202_758_032_400 / 64, rel=1e-6)
+    assert decode.host_table_bytes == 0
+    assert "engram tables" not in prefill.weights
+    assert prefill.host_table_bytes == 202_758_032_400
 
 
 @pytest.mark.parametrize(("name", "pods"), [("cpu-tiny", [1, 1]), ("h200-8", [1, 1]), ("sm100-64", [1, 8])])
