@@ -22,8 +22,8 @@ from deepinfer.launcher.accelerator import resolve_for_ray, resolve_here
 from deepinfer.launcher.differences import check_joinable
 from deepinfer.launcher.engine import EngineExistsError, find_driver, start_engine, stop_engine
 from deepinfer.launcher.local import attach_recorded, is_reachable
-from deepinfer.launcher.orphans import end_orphans, find_orphans, take_over
 from deepinfer.launcher.memory import check_fits
+from deepinfer.launcher.orphans import end_orphans, find_orphans, take_over
 from deepinfer.launcher.providers import start_ray, stop_ray
 from deepinfer.launcher.record import (
     ClusterRecord,
