@@ -33,18 +33,24 @@ REFERENCE_NUMERICS = Numerics(torch.bfloat16, quantise_activations=True, quantis
 FP32_NUMERICS = Numerics(torch.float32, quantise_activations=False, quantise_caches=False)
 
 
+class Pack(Protocol):
+    """Values [..., width] in the model dtype -> records uint8 [..., num_bytes], written into `out` if that is given."""
+
+    def __call__(self, values: Tensor, *, out: Tensor | None = None) -> Tensor: ...
+
+
 @dataclass(slots=True, frozen=True)
 class RecordFormat:
     """Layout of one cache row in device memory.
 
-    `pack`: values [..., width] in the model dtype -> uint8 [..., num_bytes]; `unpack` is its inverse up to the rounding
-    of the format and returns float32 values that are exact in the model dtype. `name` is part of the layout digest.
+    `unpack` is the inverse of `pack` up to the rounding of the format and returns float32 values that are exact in the
+    model dtype. `name` is part of the layout digest.
     """
 
     name: str
     width: int
     num_bytes: int
-    pack: Callable[[Tensor], Tensor]
+    pack: Pack
     unpack: Callable[[Tensor], Tensor]
 
 

@@ -149,10 +149,13 @@ class Model(Protocol):
     @property
     def draft_network(self) -> DraftNetwork | None: ...
 
-    def allocate_caches(self, *, num_blocks: dict[str, int], num_slots: int, tokens_per_block: int) -> Any:
+    def allocate_caches(
+        self, *, num_blocks: dict[str, int], num_slots: int, tokens_per_block: int, max_step_rows: int = 0
+    ) -> Any:
         """Allocate zeroed cache tensors; both counts include the padding block 0 and the padding slot 0.
 
-        `tokens_per_block` is the one that `ModelSpec.kv_groups` was asked with.
+        `tokens_per_block` is the one that `ModelSpec.kv_groups` was asked with. `max_step_rows`: most rows of a step or
+        of a draft pass; one with more runs, but slower.
         """
         ...
 

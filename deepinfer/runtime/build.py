@@ -156,12 +156,15 @@ class _Builder:
             get_logger(f"{self.role}-{self.rank}").info("the last %d tokens of a prompt run at full depth", keep_tokens)
         return keep_tokens
 
-    def size(self, loaded: _Loaded) -> CacheSize:
-        """Decide how many blocks and slots there are."""
+    def size(self, loaded: _Loaded, groups: ProcessGroups | None) -> CacheSize:
+        """Decide how many blocks and slots there are; a collective."""
         return size_caches(
             loaded.kv_groups,
             budget_bytes=cache_budget(
-                self.config.cache, self.platform, ranks_per_device=self.config.ranks_per_device or 1
+                self.config.cache,
+                self.platform,
+                ranks_per_device=self.config.ranks_per_device or 1,
+                step_bytes=self._step_bytes(loaded, groups),
             ),
             max_running=self.max_running,
             max_model_len=loaded.max_model_len,
@@ -169,6 +172,23 @@ class _Builder:
                 self.config.speculative, loaded.num_drafts, loaded.spec.vocab_size
             ),
         )
+
+    def _step_bytes(self, loaded: _Loaded, groups: ProcessGroups | None) -> int:
+        """What the largest step needs beside weights and caches, as far as the platform can tell."""
+        smallest = CacheSize({group.name: 2 for group in loaded.kv_groups if group.kind == "paged"}, 2, 0)
+        if self.role == "prefill":
+            num_sequences, num_rows = 1, self.config.prefill.max_tokens_per_step
+        else:
+            num_sequences = self.max_running
+            num_rows = num_sequences * (1 + self._num_decode_drafts(loaded))
+
+        def run() -> None:
+            self.runner(loaded, smallest, groups, None).run_padding(num_sequences, num_rows)
+
+        num_bytes = self.platform.peak_bytes(run)
+        if num_bytes:
+            get_logger(f"{self.role}-{self.rank}").info("a step needs %.2f GiB beside its caches", num_bytes / 2**30)
+        return num_bytes
 
     def runner(
         self, loaded: _Loaded, size: CacheSize, groups: ProcessGroups | None, make_drafter: MakeDrafter | None
@@ -190,6 +210,7 @@ class _Builder:
             num_blocks=size.num_blocks,
             num_slots=size.num_slots,
             tokens_per_block=self.config.cache.block_size,
+            max_step_rows=self._max_step_rows(loaded, size),
         )
         table = SlotTable(
             num_slots=size.num_slots,
@@ -217,7 +238,18 @@ class _Builder:
                 dispatchers=dispatchers,
                 make_drafter=make_drafter,
             ),
+            capture=self.platform.capture if self._uses_graphs else None,
         )
+
+    @property
+    def _uses_graphs(self) -> bool:
+        return self.role == "decode" and self.platform.has_graphs and self.config.decode.graphs == "auto"
+
+    def _max_step_rows(self, loaded: _Loaded, size: CacheSize) -> int:
+        """Most rows of a step, or of a draft pass, which has a whole block of drafts and their anchor at the most."""
+        if self.role == "prefill":
+            return self.config.prefill.max_tokens_per_step
+        return size.num_slots * (1 + loaded.spec.draft_block_size)
 
     def _num_decode_drafts(self, loaded: _Loaded) -> int:
         return loaded.num_drafts if self.role == "decode" else 0
@@ -310,9 +342,11 @@ def build_rank_engine(
     with builder.phase("loading weights"):
         loaded = builder.load(groups)
     with builder.phase("allocating caches"):
-        size = builder.size(loaded)
+        size = builder.size(loaded, groups)
         runner = builder.runner(loaded, size, groups, make_drafter)
     stream = platform.open_stream(f"{role}-{rank}-device")
+    with builder.phase("recording steps"):
+        stream.submit(runner.record_graphs).result()
     usable = {name: count - 1 for name, count in size.num_blocks.items()}
     parts = EngineParts(
         role=role,

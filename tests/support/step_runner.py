@@ -37,6 +37,7 @@ class StepRunner:
             num_blocks={"global": num_blocks * num_slots + 1},
             num_slots=num_slots + 1,
             tokens_per_block=tokens_per_block,
+            max_step_rows=40,  # less than some steps have
         )
         self.dispatcher = LocalDispatcher(model.config.n_routed_experts)
 

@@ -13,8 +13,15 @@ from deepinfer.kernels.nvidia.abilities import BF16, triton_kernel
 from deepinfer.kernels.nvidia.cache import decode_record, load_record_bytes
 from deepinfer.kernels.ops import RecordFormat
 
-_RAW = 3
-_KINDS = {"window:packed": 0, "main:packed": 1, "window:raw": _RAW, "main:raw": _RAW}
+RAW = 3
+_KINDS = {
+    "window:packed": 0,
+    "main:packed": 1,
+    "window:raw": RAW,
+    "main:raw": RAW,
+    "window:rounded": RAW,
+    "main:rounded": RAW,
+}
 
 
 @triton.jit
@@ -148,7 +155,7 @@ class SparseAttention:
             NUM_WINDOW=window_rows.shape[1],
             NUM_MAIN=0 if main_rows is None else main_rows.shape[1],
             WINDOW_KIND=record_kind(window_record),
-            MAIN_KIND=_RAW if main_record is None else record_kind(main_record),
+            MAIN_KIND=RAW if main_record is None else record_kind(main_record),
             WINDOW_BYTES=window_record.num_bytes,
             MAIN_BYTES=0 if main_record is None else main_record.num_bytes,
             HEADS=num_heads,

@@ -165,11 +165,12 @@ def _locate_kernel(
     tl.store(out_ptr + row * NUM + columns, rows.to(tl.int32), mask=inside)
 
 
-def pack_rows(values: Tensor, *, kind: RecordKind) -> Tensor:
-    """Packed records uint8 [..., bytes] of values [..., width], width a power of two."""
+def pack_rows(values: Tensor, *, out: Tensor | None = None, kind: RecordKind) -> Tensor:
+    """Packed records uint8 [..., bytes], in `out` if given, of values [..., width], width a power of two."""
     width = values.shape[-1]
     num_bytes = width + width // 32 if kind == "window" else width // 2 + width // (16 if kind == "main" else 32)
-    out = torch.empty(*values.shape[:-1], num_bytes, dtype=torch.uint8, device=values.device)
+    if out is None:
+        out = torch.empty(*values.shape[:-1], num_bytes, dtype=torch.uint8, device=values.device)
     num_rows = values.numel() // width
     if num_rows:
         grid = (triton.cdiv(num_rows, _ROWS),)

@@ -1,7 +1,8 @@
 """Sparse attention of FlashMLA (package sgl-flash-mla) on Hopper: 64 or 128 heads of 512.
 
-Its Hopper kernel reads bf16 rows of one pool. Here the named records of each row are unpacked side by side into a
-buffer first: the caches stay packed, 288 instead of 1024 bytes an entry, for one more pass over the keys.
+Its Hopper kernel reads bf16 rows of one pool. Where ring, step records and main records are such rows of one storage
+(`flat_pool`), only their numbers are written. Else the named records of each row are unpacked side by side into a
+buffer first: caches may stay packed, 288 instead of 1024 bytes an entry, for one more pass over the keys.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import BF16, VERIFIED
+from deepinfer.kernels.nvidia.attention import RAW, load_keys, load_window, record_kind
 from deepinfer.kernels.nvidia.attention import SparseAttention as TritonAttention
-from deepinfer.kernels.nvidia.attention import load_keys, load_window, record_kind
+from deepinfer.kernels.nvidia.flat_pool import FlatPool, RecordFormats, flat_pool, row_numbers
 from deepinfer.kernels.ops import RecordFormat
 from deepinfer.kernels.registry import Implementation
 
 PACKAGE = "sgl-flash-mla"
 _WIDTH, _HEADS, _KEY_MULTIPLE = 512, (64, 128), 128
+_MAX_ROWS = 16384  # of a call: what the kernel counts in 32 bits stays far below their end
 _BUFFER_BYTES = 1 << 30  # rows go through in pieces whose unpacked keys stay below this
 
 
@@ -37,6 +40,8 @@ def probe() -> None:
 
 
 def _attend(query: Tensor, keys: Tensor, numbers: Tensor, sink: Tensor, scale: float) -> Tensor:
+    if not len(query):
+        return query
     out: Tensor = flash_mla.flash_mla_sparse_fwd(
         query, keys, numbers, scale, d_v=_WIDTH, attn_sink=sink, use_legacy=True
     )[0]
@@ -112,6 +117,9 @@ class SparseAttention:
                 sink=sink,
                 scale=scale,
             )
+        pool = flat_pool(ring, step_records, main) if record_kind(window_record) == RAW else None
+        if pool is not None:
+            return _attend_in_place(query, pool, window_rows, main_rows, len(ring), sink, scale)
         if main is None or main_rows is None or main_record is None:
             main, main_rows, main_record = ring, window_rows[:, :0], window_record
         num_places = _padded(window_rows.shape[1]) + _padded(main_rows.shape[1])
@@ -122,8 +130,30 @@ class SparseAttention:
             keys, numbers = _gather(
                 ring, step_records, window_rows[rows], window_record, main, main_rows[rows], main_record
             )
-            parts.append(_attend(query[rows], keys, numbers, sink, scale) if len(keys) else query[rows])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            parts.append(_attend(query[rows], keys, numbers, sink, scale))
+        return _join(parts)
+
+
+def _attend_in_place(
+    query: Tensor,
+    pool: FlatPool,
+    window_rows: Tensor,
+    main_rows: Tensor | None,
+    ring_length: int,
+    sink: Tensor,
+    scale: float,
+) -> Tensor:
+    parts = []
+    for start in range(0, max(1, len(query)), _MAX_ROWS):
+        rows = slice(start, start + _MAX_ROWS)
+        own_main = None if main_rows is None else main_rows[rows]
+        numbers = row_numbers(pool, window_rows[rows], own_main, ring_length=ring_length)
+        parts.append(_attend(query[rows], pool.rows, numbers, sink, scale))
+    return _join(parts)
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _padded(num_keys: int) -> int:
@@ -177,6 +207,15 @@ IMPLEMENTATIONS = (
         dtypes=BF16,
         batch_invariant=True,
         package=PACKAGE,
+        verified_chips=VERIFIED,
+        required_chips=("sm_90",),
+    ),
+    Implementation(
+        op="record_formats",
+        build=RecordFormats,
+        device_types=("cuda",),
+        dtypes=BF16,
+        batch_invariant=True,
         verified_chips=VERIFIED,
         required_chips=("sm_90",),
     ),

@@ -45,9 +45,9 @@ def _packed_format(
 ) -> RecordFormat:
     num_bytes = code_bytes + width // (quantize.MAIN_BLOCK if kind == "main" else quantize.BLOCK)
 
-    def pack(values: Tensor) -> Tensor:
+    def pack(values: Tensor, *, out: Tensor | None = None) -> Tensor:
         codes, scale = encode(values)
-        return torch.cat((codes.view(torch.uint8), scale), -1)
+        return torch.cat((codes.view(torch.uint8), scale), -1, out=out)
 
     def unpack(records: Tensor) -> Tensor:
         codes = records[..., :code_bytes]
@@ -59,8 +59,9 @@ def _packed_format(
 def raw_format(kind: RecordKind, width: int, dtype: torch.dtype) -> RecordFormat:
     num_bytes = width * dtype.itemsize
 
-    def pack(values: Tensor) -> Tensor:
-        return values.to(dtype).contiguous().view(torch.uint8)
+    def pack(values: Tensor, *, out: Tensor | None = None) -> Tensor:
+        records = values.to(dtype).contiguous().view(torch.uint8)
+        return records if out is None else out.copy_(records)
 
     def unpack(records: Tensor) -> Tensor:
         return records.contiguous().view(dtype).float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepinfer.kernels.registry import KernelSet
-from deepinfer.models.deepseek_v41.caches import CacheLayout, Caches
+from deepinfer.models.deepseek_v41.caches import Caches
 from deepinfer.models.deepseek_v41.compressor import Compressor
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.indexer import Indexer, Published
@@ -56,7 +56,7 @@ class Attention:
 
         With `cut` all rows write, and [K, D] of the kept ones is returned.
         """
-        query_latent, records = self.compress(hidden, self._rotation(rows), caches.layout)
+        query_latent, records = self.compress(hidden, self._rotation(rows), caches)
         if self.compressor is not None:
             self.compressor(hidden, rows, caches)
         asking = rows
@@ -69,13 +69,16 @@ class Attention:
         self.kernels.store_rows(caches.window[self.layer], rows.ring_targets, records)
         return self.output(mixed, self._rotation(asking))
 
-    def compress(self, hidden: Tensor, rotation: Rotation, layout: CacheLayout) -> tuple[Tensor, Tensor]:
-        """Return the latents of the queries [T, q rank] and the window records [T, bytes] of the rows."""
+    def compress(self, hidden: Tensor, rotation: Rotation, caches: Caches) -> tuple[Tensor, Tensor]:
+        """Return the latents of the queries [T, q rank] and the window records [T, bytes] of the rows.
+
+        The records hold until another layer compresses.
+        """
         kernels = self.kernels
         query_latent, latent = kernels.quantized_linear(hidden, self.down_weight).split(self.down_widths, 1)
         query_latent = kernels.rms_norm(query_latent, self.query_norm, epsilon=self.epsilon)
         latent = kernels.rms_norm(latent, self.latent_norm, epsilon=self.epsilon)
-        return query_latent, layout.window_record.pack(kernels.rotate(latent, rotation.cosine, rotation.sine))
+        return query_latent, caches.pack_step(kernels.rotate(latent, rotation.cosine, rotation.sine))
 
     def queries(self, query_latent: Tensor, rotation: Rotation) -> Tensor:
         """Return queries [T, H, d] from their latents [T, q rank]."""

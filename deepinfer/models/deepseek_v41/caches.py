@@ -51,11 +51,12 @@ class CacheLayout:
 
 @dataclass(slots=True, frozen=True)
 class Caches:
-    """Tensors on the device; records are uint8.
+    """Tensors on the device; records are uint8. Rows that attention reads lie in one tensor if they are equally long.
 
     `window[l]` [slots * ring, bytes]; `main[s]`, `index[s]` [blocks * tokens_per_block / ratio, bytes] by KV source;
     `open_pairs[s]` float32 [slots * 8, 2 d] by ratio-2 source. `draft[s]` [slots * ring, bytes] by draft stage;
-    `draft_starts` int64 [slots]: positions below it have no draft record.
+    `draft_starts` int64 [slots]: positions below it have no draft record. `step_rows` [n, bytes]: room for the window
+    records of a step's own rows, in the tensor of the others; no rows where records differ in length.
     """
 
     layout: CacheLayout
@@ -66,6 +67,13 @@ class Caches:
     open_pairs: dict[int, Tensor]
     draft: tuple[Tensor, ...]
     draft_starts: Tensor
+    step_rows: Tensor
+
+    def pack_step(self, values: Tensor) -> Tensor:
+        """Return the window records of `values` [T, d]; they hold until the next call."""
+        num_rows = len(values)
+        fits = num_rows <= len(self.step_rows)
+        return self.layout.window_record.pack(values, out=self.step_rows[:num_rows] if fits else None)
 
     def entries_per_block(self, source: int) -> int:
         """Compressed entries of `source` in one block of the global group."""
@@ -130,28 +138,42 @@ def cache_groups(layout: CacheLayout, *, tokens_per_block: int) -> tuple[KVGroup
 
 
 def allocate_caches(
-    layout: CacheLayout, *, num_blocks: dict[str, int], num_slots: int, tokens_per_block: int, device: torch.device
+    layout: CacheLayout,
+    *,
+    num_blocks: dict[str, int],
+    num_slots: int,
+    tokens_per_block: int,
+    max_step_rows: int,
+    device: torch.device,
 ) -> Caches:
     """Return zeroed caches; `num_blocks` needs the global group only."""
 
-    def pool(source: int, record: RecordFormat) -> Tensor:
-        rows = num_blocks[GLOBAL_GROUP] * tokens_per_block // layout.ratios[source]
-        return torch.zeros(rows, record.num_bytes, dtype=torch.uint8, device=device)
+    def pools(num_rows: list[int], num_bytes: int) -> list[Tensor]:
+        rows = torch.zeros(sum(num_rows), num_bytes, dtype=torch.uint8, device=device)
+        return list(rows.split(num_rows))
 
-    def rings(count: int) -> tuple[Tensor, ...]:
-        shape = (num_slots * layout.ring_length, layout.window_record.num_bytes)
-        return tuple(torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(count))
-
+    pool_rows = [num_blocks[GLOBAL_GROUP] * tokens_per_block // ratio for ratio in layout.ratios.values()]
+    rings = [num_slots * layout.ring_length] * (layout.num_layers + layout.num_draft_stages)
+    if layout.window_record.num_bytes == layout.main_record.num_bytes:
+        *parts, step_rows = pools([*rings, *pool_rows, max_step_rows], layout.window_record.num_bytes)
+    else:
+        parts = [
+            *(pools([count], layout.window_record.num_bytes)[0] for count in rings),
+            *(pools([count], layout.main_record.num_bytes)[0] for count in pool_rows),
+        ]
+        step_rows = parts[0][:0]
+    index = [pools([count], layout.index_record.num_bytes)[0] for count in pool_rows]
     return Caches(
         layout=layout,
         tokens_per_block=tokens_per_block,
-        window=rings(layout.num_layers),
-        main={source: pool(source, layout.main_record) for source in layout.ratios},
-        index={source: pool(source, layout.index_record) for source in layout.ratios},
+        window=tuple(parts[: layout.num_layers]),
+        main=dict(zip(layout.ratios, parts[len(rings) :], strict=True)),
+        index=dict(zip(layout.ratios, index, strict=True)),
         open_pairs={
             source: torch.zeros(num_slots * OPEN_PAIRS_PER_SLOT, layout.pair_width, device=device)
             for source in layout.pair_sources
         },
-        draft=rings(layout.num_draft_stages),
+        draft=tuple(parts[layout.num_layers : len(rings)]),
         draft_starts=torch.zeros(num_slots, dtype=torch.int64, device=device),
+        step_rows=step_rows,
     )

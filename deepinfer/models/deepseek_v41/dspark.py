@@ -48,7 +48,7 @@ class DraftStage:
         return self.around_experts(streams, pre, lambda hidden: self.experts(hidden, is_padding, inputs.dispatcher))
 
     def _attend(self, hidden: Tensor, window_rows: Tensor, rotation: Rotation, caches: Caches) -> Tensor:
-        query_latent, records = self.attention.compress(hidden, rotation, caches.layout)
+        query_latent, records = self.attention.compress(hidden, rotation, caches)
         query = self.attention.queries(query_latent, rotation)
         mixed = self.kernels.sparse_attention(
             query,

@@ -113,13 +113,16 @@ class DeepseekV41:
             for layer, layer_weights in enumerate(weights.layers)
         ]
 
-    def allocate_caches(self, *, num_blocks: dict[str, int], num_slots: int, tokens_per_block: int) -> Caches:
+    def allocate_caches(
+        self, *, num_blocks: dict[str, int], num_slots: int, tokens_per_block: int, max_step_rows: int = 0
+    ) -> Caches:
         """See `model_spec.Model`; `num_blocks` needs the group "global" only."""
         return allocate_caches(
             self.layout,
             num_blocks=num_blocks,
             num_slots=num_slots,
             tokens_per_block=tokens_per_block,
+            max_step_rows=max_step_rows,
             device=self.device,
         )
 

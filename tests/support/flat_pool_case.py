@@ -1,0 +1,41 @@
+"""Cases of the flat pool of bf16 rows, against plain formulas; on a CPU under Triton's interpreter."""
+
+from __future__ import annotations
+
+import torch
+from support.op_cases import Bench, same
+
+from deepinfer.kernels.nvidia.flat_pool import RecordFormats, flat_pool, row_numbers
+
+
+def check_flat_pool(bench: Bench) -> None:
+    """Values are those of the packed records, bit for bit; numbers of rows point into the one pool."""
+    width = bench.sizes.head_dim
+    for kind in ("window", "main"):
+        own, packed = RecordFormats(bench.kernels.numerics)(kind, width), bench.reference.record_formats(kind, width)
+        values = bench.wide(3 * bench.sizes.rows, width)
+        same(own.unpack(own.pack(values)), packed.unpack(packed.pack(values)))
+        assert own.name != packed.name, "ranks with other records must not exchange them"
+    rows = torch.zeros(70 + 30 + 50 + 9, 2 * width, dtype=torch.uint8, device=bench.device)
+    _, ring, main, step = rows.split([70, 30, 50, 9])
+    rows.view(torch.bfloat16)[:] = torch.arange(len(rows), device=bench.device).unsqueeze(1)
+    pool = flat_pool(ring, step, main)
+    assert pool is not None
+    window_rows = bench.integers(-1, 30 + 9, 9, bench.sizes.window)
+    main_rows = bench.integers(-1, 50, 9, bench.sizes.selected).int()
+    both = torch.cat((ring, step)).view(torch.bfloat16)[:, 0]
+    places = -(-bench.sizes.window // 128) * 128
+    numbers = row_numbers(pool, window_rows, main_rows, ring_length=30)[:, 0]
+    for part, wanted, source in (
+        (numbers[:, :places], window_rows, both),
+        (numbers[:, places:], main_rows, main.view(torch.bfloat16)[:, 0]),
+    ):
+        assert part.shape[1] % 128 == 0
+        found, padding = part[:, : wanted.shape[1]], part[:, wanted.shape[1] :]
+        assert bool((padding == -1).all())
+        same(found < 0, wanted < 0)
+        known = wanted >= 0
+        same(pool.rows[found[known].long(), 0, 0], source[wanted[known].long()])
+    alone = row_numbers(pool, window_rows, None, ring_length=30)[:, 0]
+    same(alone, numbers[:, :places])
+    assert flat_pool(ring, step.clone(), main) is None
