@@ -1,7 +1,8 @@
 """The table of all metrics, and the interface through which code counts.
 
 The table is the only source of names: the Ray exporter and the Grafana dashboard are made from it. Every metric is
-tagged `role` and `rank` by the exporter; `tags` lists further ones.
+tagged `role` and `rank` by the exporter; `tags` lists further ones. A metric of a feature that is not built yet
+stands in the table with that feature, and nobody may record it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric as Prometheus sees it. `buckets` only for histograms."""
+    """One metric as Prometheus sees it. `buckets` only for histograms. `waits_for`: the feature that will record it."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -21,6 +22,7 @@ class Metric:
     help: str
     tags: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    waits_for: str = ""
 
 
 _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -32,7 +34,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("deepinfer_requests_failed", "counter", "requests", "Requests that ended with an error"),
     Metric("deepinfer_requests_preempted", "counter", "requests", "Sequences handed back for lack of blocks"),
     Metric("deepinfer_prompt_tokens", "counter", "tokens", "Prompt tokens run through prefill"),
-    Metric("deepinfer_cached_tokens", "counter", "tokens", "Prompt tokens served from the prefix cache"),
+    Metric(
+        "deepinfer_cached_tokens",
+        "counter",
+        "tokens",
+        "Prompt tokens served from the prefix cache",
+        waits_for="prefix caching",
+    ),
     Metric("deepinfer_generated_tokens", "counter", "tokens", "Tokens committed"),
     Metric("deepinfer_drafted_tokens", "counter", "tokens", "Draft tokens verified"),
     Metric("deepinfer_accepted_tokens", "counter", "tokens", "Draft tokens accepted"),
@@ -40,13 +48,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("deepinfer_device_idle_share", "gauge", "ratio", "Share of the time between steps with work, device idle"),
     Metric("deepinfer_kv_blocks_used", "gauge", "blocks", "Cache blocks in use", ("group",)),
     Metric("deepinfer_kv_blocks_total", "gauge", "blocks", "Cache blocks of the rank", ("group",)),
-    Metric("deepinfer_expert_imbalance", "gauge", "ratio", "Tokens per expert, largest over mean"),
+    Metric(
+        "deepinfer_expert_imbalance",
+        "gauge",
+        "ratio",
+        "Tokens per expert, largest over mean",
+        waits_for="expert balancing",
+    ),
     Metric("deepinfer_kv_transfer_bytes", "counter", "bytes", "Bytes of KV handed over"),
     Metric("deepinfer_kv_transfer_seconds", "counter", "seconds", "Time spent gathering and scattering KV"),
     Metric("deepinfer_kv_bytes_in_flight", "gauge", "bytes", "Hand-overs between prefill and decode"),
     Metric("deepinfer_rank_restarts", "counter", "restarts", "Rank groups started again after a failure"),
     Metric("deepinfer_driver_answers", "counter", "calls", "Results received from ranks"),
 )
+RECORDED: tuple[Metric, ...] = tuple(metric for metric in METRICS if not metric.waits_for)
 
 
 class Recorder(Protocol):
@@ -70,7 +85,7 @@ class MemoryRecorder:
 
     def __init__(self) -> None:
         """Start with nothing recorded; unknown names are refused on use."""
-        self._known = {metric.name: metric for metric in METRICS}
+        self._known = {metric.name: metric for metric in RECORDED}
         self.values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
 
     def add(self, name: str, value: float = 1.0, tags: Mapping[str, str] | None = None) -> None:
@@ -93,7 +108,7 @@ class MemoryRecorder:
 
     def _key(self, name: str, kind: str, tags: Mapping[str, str] | None) -> tuple[str, tuple[tuple[str, str], ...]]:
         metric = self._known.get(name)
-        assert metric is not None, f"metric {name} is not in the table"
+        assert metric is not None, f"metric {name} is not in the table of what is recorded"
         assert metric.kind == kind, f"metric {name} is a {metric.kind}, used as a {kind}"
         assert set(tags or {}) == set(metric.tags), f"metric {name} has tags {metric.tags}, got {tags}"
         return name, tuple(sorted((tags or {}).items()))

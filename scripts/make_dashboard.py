@@ -1,8 +1,8 @@
 """Write a Grafana dashboard for the metrics of this package: `python scripts/make_dashboard.py > deepinfer.json`.
 
-Panels are made from the table in `deepinfer.metrics`, so names can't drift. Ray's exporter puts `ray_` in front of a
-name and `_total` behind a counter. Ray also tags every series with the worker that sent it, and a restarted rank is a
-new worker: panels therefore sum over everything but `role` and `rank`.
+Panels are made from what is recorded of the table in `deepinfer.metrics`, so names can't drift. Ray's exporter puts
+`ray_` in front of a name and `_total` behind a counter. Ray also tags every series with the worker that sent it, and a
+restarted rank is a new worker: panels therefore sum over everything but `role` and `rank`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deepinfer.metrics import METRICS, Metric
+from deepinfer.metrics import RECORDED, Metric
 
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT = 12, 8
@@ -24,7 +24,7 @@ _RATE = "$__rate_interval"
 
 def make_dashboard() -> dict[str, Any]:
     """Return the dashboard in Grafana's JSON model."""
-    panels = [_acceptance(0), *(_panel(metric, number + 1) for number, metric in enumerate(METRICS))]
+    panels = [_acceptance(0), *(_panel(metric, number + 1) for number, metric in enumerate(RECORDED))]
     return {
         "title": "deepinfer",
         "uid": "deepinfer",

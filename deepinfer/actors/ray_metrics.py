@@ -1,6 +1,6 @@
 """A recorder on Ray's metrics: values are gathered in the process and pushed at a bounded pace.
 
-Ray exports every metric of the table under its name with `ray_` in front.
+Ray exports every recorded metric of the table under its name with `ray_` in front.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from deepinfer.metrics import METRICS, Metric
+from deepinfer.metrics import RECORDED, Metric
 
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -24,8 +24,8 @@ class RayRecorder:
         self._interval = interval_seconds
         self._last_push = time.monotonic()
         self._lock = threading.Lock()
-        self._metrics = {metric.name: metric for metric in METRICS}
-        self._exporters = {metric.name: _exporter(metric, {"role": role, "rank": str(rank)}) for metric in METRICS}
+        self._metrics = {metric.name: metric for metric in RECORDED}
+        self._exporters = {metric.name: _exporter(metric, {"role": role, "rank": str(rank)}) for metric in RECORDED}
         self._counts: dict[_Key, float] = {}
         self._values: dict[_Key, float] = {}
         self._observations: list[tuple[_Key, float]] = []
@@ -68,7 +68,7 @@ class RayRecorder:
 
     def _key(self, name: str, kind: str, tags: Mapping[str, str] | None) -> _Key:
         metric = self._metrics.get(name)
-        assert metric is not None, f"metric {name} is not in the table"
+        assert metric is not None, f"metric {name} is not in the table of what is recorded"
         assert metric.kind == kind, f"metric {name} is a {metric.kind}, used as a {kind}"
         assert set(tags or {}) == set(metric.tags), f"metric {name} has tags {metric.tags}, got {tags}"
         return name, tuple(sorted((tags or {}).items()))
