@@ -87,13 +87,15 @@ class PrefillConfig(_Section, frozen=True, kw_only=True):
 class DecodeConfig(_Section, frozen=True, kw_only=True):
     """The decode group. `ranks` None: 4 on CPU, 1 on a single GPU. `max_running`: sequences running on one rank.
 
-    `ngram_tables`: see the prefill group.
+    `ngram_tables`: see the prefill group. `graphs` auto: steps are padded to a few sizes and run as recorded graphs,
+    where the device and the exchange between ranks can; off: every step launches its operations anew.
     """
 
     ranks: int | None = None
     ranks_per_node: int | None = None
     max_running: int = 64
     redundant_experts: int = 0
+    graphs: Literal["auto", "off"] = "auto"
     ngram_tables: TablePlace = "host"
 
 

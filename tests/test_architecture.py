@@ -158,6 +158,7 @@ def test_options_are_a_decision() -> None:
         "decode.ranks_per_node",
         "decode.max_running",
         "decode.redundant_experts",
+        "decode.graphs",
         "decode.ngram_tables",
         "cache.block_size",
         "cache.memory_bytes",

@@ -78,8 +78,8 @@ class CpuPlatform:
         return work
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Return 0 without running `work`: the host's memory is not counted so closely."""
-        del work
+        """Run `work` and return 0: the host's memory is not counted so closely."""
+        work()
         return 0
 
 

@@ -174,20 +174,18 @@ class _Builder:
         )
 
     def _step_bytes(self, loaded: _Loaded, groups: ProcessGroups | None) -> int:
-        """What the largest step needs beside weights and caches, as far as the platform can tell."""
-        smallest = CacheSize({group.name: 2 for group in loaded.kv_groups if group.kind == "paged"}, 2, 0)
+        """What the largest step needs beside weights and caches; on a CPU that is not counted so closely."""
+        if self.platform.name == "cpu":
+            return 0
+        blocks = {group.name: 2 for group in loaded.kv_groups if group.kind == "paged"}
+        runner = self.runner(loaded, CacheSize(blocks, self.max_running + 1, 0), groups, None)
         if self.role == "prefill":
             num_sequences, num_rows = 1, self.config.prefill.max_tokens_per_step
         else:
             num_sequences = self.max_running
             num_rows = num_sequences * (1 + self._num_decode_drafts(loaded))
-
-        def run() -> None:
-            self.runner(loaded, smallest, groups, None).run_padding(num_sequences, num_rows)
-
-        num_bytes = self.platform.peak_bytes(run)
-        if num_bytes:
-            get_logger(f"{self.role}-{self.rank}").info("a step needs %.2f GiB beside its caches", num_bytes / 2**30)
+        num_bytes = self.platform.peak_bytes(lambda: runner.run_padding(num_sequences, num_rows))
+        get_logger(f"{self.role}-{self.rank}").info("a step needs %.2f GiB beside its caches", num_bytes / 2**30)
         return num_bytes
 
     def runner(

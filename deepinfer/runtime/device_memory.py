@@ -24,21 +24,22 @@ class CacheSize:
     num_bytes: int
 
 
-def cache_budget(config: CacheConfig, platform: Platform, *, ranks_per_device: int) -> int:
+def cache_budget(config: CacheConfig, platform: Platform, *, ranks_per_device: int, step_bytes: int = 0) -> int:
     """Return the bytes for caches and slot table: as configured, else 256 MiB on a CPU, else a share of what is free.
 
     Of a device that `ranks_per_device` ranks share, each may have an equal part, whoever loads first: what this rank
-    holds already counts against its part. Call it after the weights are loaded. Raises ConfigError when a configured
-    size is not free.
+    holds already counts against its part, and `step_bytes`, what a step will need. Call it after the weights are
+    loaded. Raises ConfigError when a configured size is not free.
     """
     memory = platform.memory_info()
     if config.memory_bytes is None:
         if platform.name == "cpu":
             return min(CPU_CACHE_BYTES, memory.free_bytes)
         part_bytes = memory.total_bytes // ranks_per_device - memory.own_bytes
-        return int(max(0, min(memory.free_bytes, part_bytes)) * config.memory_fraction)
-    if config.memory_bytes > memory.free_bytes:
-        message = f"{config.memory_bytes} bytes are asked for, {memory.free_bytes} are free"
+        return int(max(0, min(memory.free_bytes, part_bytes) - step_bytes) * config.memory_fraction)
+    if config.memory_bytes > memory.free_bytes - step_bytes:
+        free = f"{memory.free_bytes} are free" + (f", of which a step needs {step_bytes}" if step_bytes else "")
+        message = f"{config.memory_bytes} bytes are asked for, {free}"
         raise ConfigError(message, path="cache.memory_bytes")
     return config.memory_bytes
 
