@@ -9,12 +9,12 @@ import numpy.typing as npt
 import torch
 
 
-def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return `array` on `device`; the caller gives it up.
+def to_device(data: npt.NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `data`, which lies in host memory, on `device`; the caller gives it up.
 
     The copy stands in the current stream. torch keeps the pinned memory until it has happened.
     """
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    tensor = data if isinstance(data, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(data))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -27,7 +27,7 @@ class StepMasks:
 
     def to(self, device: torch.device) -> StepMasks:
         """Return the masks on `device`."""
-        parts = (to_device(part.numpy(), device) for part in (self.slots, self.positions, self.words))
+        parts = (to_device(part, device) for part in (self.slots, self.positions, self.words))
         return StepMasks(*parts)
 
 

@@ -40,6 +40,7 @@ from deepinfer.runtime.rank_engine import EngineParts, RankEngine, StepObserver
 from deepinfer.runtime.rank_metrics import RankMetrics
 from deepinfer.runtime.slot_table import SlotTable
 from deepinfer.runtime.speculation import Speculation
+from deepinfer.runtime.step_graphs import Capture
 from deepinfer.scheduler.step_scheduler import StepScheduler
 from deepinfer.scheduler.stopping import StopChecker
 from deepinfer.speculative.cost_table import CostTable
@@ -78,10 +79,12 @@ def build_fake_rank(
     max_drafts: int = 0,
     make_drafter: MakeDrafter | None = None,
     costs: CostTable | None = None,
+    capture: Capture | None = None,
 ) -> FakeRank:
     """One rank with the fake model; with `groups` it is one of several. `events` and `observers` see its steps.
 
-    With `make_drafter` a decode rank verifies drafts, with `costs` as many as pay.
+    With `make_drafter` a decode rank verifies drafts, with `costs` as many as pay. With `capture` its steps are padded
+    to tiers and recorded.
     """
     model = model or FakeModel()
     rank = groups.sync.rank if groups else 0
@@ -105,7 +108,9 @@ def build_fake_rank(
         kernels=None,
         dispatcher=TorchDispatcher(groups.dispatch, NUM_EXPERTS) if groups else LocalDispatcher(NUM_EXPERTS),
         speculation=Speculation(table, drafter=drafter, verifier=SharedNoiseVerifier()),
+        capture=capture,
     )
+    runner.record_graphs()
     scheduler = StepScheduler(
         role=role,
         cache=CacheManager(kv_groups, num_blocks=blocks, num_slots=max_running + 1),
