@@ -13,6 +13,7 @@ import torch
 from deepinfer.scheduler.step_plan import StepOutput, StepPlan
 from deepinfer.structured_outputs.bitmask import StepMasks
 from deepinfer.structured_outputs.grammar import RequestGrammar, SequenceGrammar
+from deepinfer.structured_outputs.mask_filler import MaskFiller
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class SlotMasks:
         """No slot has a grammar."""
         self._max_drafts = max_drafts
         self._states: dict[int, _SlotState] = {}
+        self._filler = MaskFiller()
 
     def admit(self, plan: StepPlan) -> None:
         """Take over the sequences that get a slot with `plan`; output that they bring along is followed."""
@@ -52,10 +54,8 @@ class SlotMasks:
         if not slots:
             return None
         states = [self._states[slot] for slot in slots]
-        words = torch.zeros((len(slots), 1 + self._max_drafts, states[0].grammar.num_words), dtype=torch.int32)
-        for state, rows in zip(states, words, strict=True):
-            num_valid = state.grammar.fill(rows, state.drafts)
-            rows[num_valid + 1 :] = rows[num_valid]  # drafts behind can't be accepted, and no row is ever free
+        words = torch.empty((len(slots), 1 + self._max_drafts, states[0].grammar.num_words), dtype=torch.int32)
+        self._filler.fill([state.grammar for state in states], [state.drafts for state in states], words)
         return StepMasks(
             slots=torch.tensor(slots, dtype=torch.int64),
             positions=torch.tensor([state.num_tokens for state in states], dtype=torch.int64),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import xgrammar
 
-from deepinfer.structured_outputs.bitmask import num_words
+from deepinfer.structured_outputs.bitmask import WORD_BITS, num_words
 from deepinfer.structured_outputs.vocabulary import GrammarVocabulary
+
+Masks = np.ndarray[Any, np.dtype[np.int32]]
 
 _ALL = -1  # every bit of a word
 
@@ -70,8 +74,9 @@ class SequenceGrammar:
         Row j is the mask of the token behind j drafts. Drafts are cut before the first one that the grammar refuses or
         that would end the sequence. The state is afterwards what it was. Without a mask nothing is allowed: `failure`.
         """
+        masks = words.numpy()  # shares the memory; much cheaper to look into
         in_reasoning, num_taken, num_valid = self._in_reasoning, 0, 0
-        if not self._fill_row(words[0], in_reasoning=in_reasoning):
+        if not self._fill_row(masks, 0, in_reasoning=in_reasoning):
             self.failure = "the grammar allows no token here and is not at its end"
             return 0
         for row, draft in enumerate(drafts, start=1):
@@ -79,26 +84,27 @@ class SequenceGrammar:
                 break
             if in_reasoning:
                 in_reasoning = draft != self._vocabulary.think_close_id
-            elif self._may_take(words[row - 1], draft) and self._matcher.accept_token(draft):
+            elif _may_take(masks[row - 1], draft) and self._matcher.accept_token(draft):
                 num_taken += 1
             else:
                 break
-            if not self._fill_row(words[row], in_reasoning=in_reasoning):
+            if not self._fill_row(masks, row, in_reasoning=in_reasoning):
                 break
             num_valid = row
         self._matcher.rollback(num_taken)
         return num_valid
 
-    def _may_take(self, mask: torch.Tensor, token_id: int) -> bool:
-        return bool(int(mask[token_id // 32]) >> (token_id % 32) & 1)
-
-    def _fill_row(self, words: torch.Tensor, *, in_reasoning: bool) -> bool:
+    def _fill_row(self, masks: Masks, row: int, *, in_reasoning: bool) -> bool:
         """Return whether anything is allowed."""
-        only_eos = self._vocabulary.only_eos
+        only_eos = self._vocabulary.only_eos.numpy()
         if self._matcher.is_terminated():  # the row's result will be thrown away
-            words.copy_(only_eos)
+            masks[row] = only_eos
         elif in_reasoning:
-            words.copy_(~only_eos)
-        elif not self._matcher.fill_next_token_bitmask(words[None]):
-            words.fill_(_ALL)  # the engine says so of a row that needs no mask
-        return bool(words.any())
+            masks[row] = ~only_eos
+        elif not self._matcher.fill_next_token_bitmask(masks, row):
+            masks[row] = _ALL  # the engine says so of a row that needs no mask
+        return bool(masks[row].any())
+
+
+def _may_take(mask: Masks, token_id: int) -> bool:
+    return bool(int(mask[token_id // WORD_BITS]) >> (token_id % WORD_BITS) & 1)
