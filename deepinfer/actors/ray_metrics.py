@@ -49,14 +49,14 @@ class RayRecorder:
             self._observations.append((key, value))
 
     def push(self) -> None:
-        """Hand to Ray what was recorded since the last push, unless that was less than the interval ago."""
+        """Hand to Ray what was counted since the last push, and every gauge; not sooner than after the interval."""
         now = time.monotonic()
         if now - self._last_push < self._interval:
             return
         self._last_push = now
         with self._lock:
             counts, self._counts = self._counts, {}
-            values, self._values = self._values, {}
+            values = dict(self._values)  # all of them: Ray's agent forgets a gauge that was not set since its last look
             observations, self._observations = self._observations, []
         for (name, tags), value in counts.items():
             if value > 0:
