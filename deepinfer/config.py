@@ -1,7 +1,7 @@
 """Configuration: frozen structs, read once from YAML, `DEEPINFER_*` variables and `--set`, checked before any work.
 
 Order of strength: `--set`, environment, YAML, default. No other module reads `DEEPINFER_*`; Ray's own variables belong
-to the launcher.
+to the launcher. The kernel compilers' are set here.
 Unknown keys and variables are refused with the nearest good name; what is not built yet is refused by name.
 """
 
@@ -306,6 +306,16 @@ def resolve(config: ClusterConfig, *, accelerator: str) -> ClusterConfig:
         decode=msgspec.structs.replace(config.decode, ranks=config.decode.ranks or ranks[1]),
         cache_dir=str(Path(config.cache_dir).expanduser()),
     )
+
+
+def keep_compiled_kernels(cache_dir: str | Path, *, rank_name: str) -> None:
+    """Have this process keep the GPU kernels that it compiles below `cache_dir`, unless the user has chosen a place.
+
+    Triton's folder is shared by the ranks of a machine; DeepGEMM's is not, since processes that fill one folder at the
+    same time can read half-written files (its issue 301).
+    """
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(cache_dir) / "triton"))
+    os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path(cache_dir) / "deep_gemm" / rank_name))
 
 
 def encode_config(config: ClusterConfig) -> bytes:

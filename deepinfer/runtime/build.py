@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from deepinfer import __version__
-from deepinfer.config import ClusterConfig, DecodeConfig, PrefillConfig
+from deepinfer.config import ClusterConfig, DecodeConfig, PrefillConfig, keep_compiled_kernels
 from deepinfer.distributed.dispatchers import open_dispatcher
 from deepinfer.distributed.process_groups import ProcessGroups
 from deepinfer.distributed.step_sync import GroupStepSync, LocalStepSync
@@ -333,6 +333,8 @@ def build_rank_engine(
     With `stand_in` the rank reads no files and meets nobody (for benchmarks); all else is as in a job.
     Raises ConfigError, CheckpointError or RankError.
     """
+    if config.accelerator == "nvidia":
+        keep_compiled_kernels(config.cache_dir, rank_name=f"{role}-{rank}")
     platform = load_platform(config.accelerator)
     builder = _Builder(config, role, rank, num_ranks, Path(model_directory), platform, on_phase, stand_in)
     with builder.phase(f"meeting {num_ranks} ranks"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from deepinfer.config import (
     config_fields,
     decode_config,
     encode_config,
+    keep_compiled_kernels,
     load_config,
     resolve,
 )
@@ -180,3 +182,16 @@ def test_two_ranks_share_a_gpu_when_nobody_says_how_many_there_are(
 def test_config_survives_the_wire() -> None:
     config = load_config(settings=["ray.runtime_env={env_vars: {A: b}}", "kernels.overrides={gate: reference}"]).config
     assert decode_config(encode_config(config)) == config
+
+
+def test_compiled_kernels_are_kept_below_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P50: no two ranks fill one folder of DeepGEMM. Who has chosen a place keeps it."""
+    for name in ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR"):
+        monkeypatch.setenv(name, "")  # so that it is taken back afterwards
+        monkeypatch.delenv(name)
+    keep_compiled_kernels("/cache", rank_name="decode-3")
+    found = os.environ["TRITON_CACHE_DIR"], os.environ["DG_JIT_CACHE_DIR"]
+    assert found == ("/cache/triton", "/cache/deep_gemm/decode-3")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    keep_compiled_kernels("/cache", rank_name="decode-4")
+    assert (os.environ["TRITON_CACHE_DIR"], os.environ["DG_JIT_CACHE_DIR"]) == ("/mine", "/cache/deep_gemm/decode-3")
