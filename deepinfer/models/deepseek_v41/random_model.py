@@ -79,24 +79,19 @@ class RandomSpec(DeepseekV41Spec):
 def _fill(caches: Caches) -> None:
     """Put random records into every pool and ring, and every window is whole."""
     layout = caches.layout
-    window = _records(layout.window_record, caches.window[0].device)
-    for ring in (*caches.window, *caches.draft):
-        _repeat(ring, window)
-    for pools, record in ((caches.main, layout.main_record), (caches.index, layout.index_record)):
-        if pools:
-            records = _records(record, caches.window[0].device)
-            for pool in pools.values():
-                _repeat(pool, records)
+    _fill_pools((*caches.window, *caches.draft), layout.window_record)
+    _fill_pools(tuple(caches.main.values()), layout.main_record)
+    _fill_pools(tuple(caches.index.values()), layout.index_record)
     for pairs in caches.open_pairs.values():
         pairs.normal_()
 
 
-def _records(record: RecordFormat, device: torch.device) -> Tensor:
-    values = torch.randn(_NUM_RECORDS, record.width, dtype=torch.bfloat16, device=device)
-    return record.pack(values)
-
-
-def _repeat(pool: Tensor, records: Tensor) -> None:
-    for first in range(0, len(pool), len(records)):
-        part = pool[first : first + len(records)]
-        part.copy_(records[: len(part)])
+def _fill_pools(pools: tuple[Tensor, ...], record: RecordFormat) -> None:
+    if not pools:
+        return
+    num_records = min(_NUM_RECORDS, max(len(pool) for pool in pools))
+    records = record.pack(torch.randn(num_records, record.width, dtype=torch.bfloat16, device=pools[0].device))
+    for pool in pools:
+        for first in range(0, len(pool), num_records):
+            part = pool[first : first + num_records]
+            part.copy_(records[: len(part)])

@@ -17,7 +17,7 @@ from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.engram_constants import build_engram_constants
 from deepinfer.models.deepseek_v41.tensor_table import DraftShare, TensorSpec, tensor_table
 from deepinfer.models.deepseek_v41.weight_types import EngramTable, LayerWeights, Weights
-from deepinfer.models.deepseek_v41.weights import _Loader
+from deepinfer.models.deepseek_v41.weights import WeightTree
 
 _FP8_SIZE = 64.0  # standard deviation of FP8 codes: far from the largest value and from the subnormal ones
 _FP4_SIZE = math.sqrt(68.5 / 8)  # of e2m1 codes drawn evenly
@@ -38,7 +38,7 @@ def random_weights(
         embed=maker.tensor("embed.weight"),
         head=maker.tensor("head.weight"),
         norm=maker.tensor("norm.weight"),
-        layers=_layers(maker, config, expert_ids),  # type: ignore[arg-type]
+        layers=_layers(maker, config, expert_ids),
         draft_rings=rings,
         draft=drafting,
     )
@@ -89,7 +89,7 @@ def _layers(maker: _Maker, config: ModelConfig, expert_ids: tuple[int, ...]) -> 
         yield maker.layer(layer, expert_ids)
 
 
-class _Maker(_Loader):
+class _Maker(WeightTree):
     """Builds the loader's tree from tensors that are drawn, not read."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:

@@ -8,7 +8,7 @@ The format facts are the released checkpoint's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
@@ -181,7 +181,9 @@ class DraftWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """All of a rank. `embed`, `head` bf16 [vocabulary, D], `norm` bf16 [D]; `layers[l]` is backbone layer l.
+    """All of a rank. `embed`, `head` bf16 [vocabulary, D], `norm` bf16 [D]; `layers`: the backbone's, in order.
+
+    They are taken once, and may be made while they are taken, so that each makes room for the next.
 
     `draft_rings` where drafts are in use, `draft` also only on a rank that makes them.
     """
@@ -189,7 +191,7 @@ class Weights:
     embed: Tensor
     head: Tensor
     norm: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: Iterable[LayerWeights]
     draft_rings: DraftRingWeights | None = None
     draft: DraftWeights | None = None
 

@@ -76,7 +76,7 @@ def load_weights(
     num_shares = None if table_share is None else table_share.num_shares
     need = memory_needed(config, expert_ids=expert_ids, draft=draft, num_table_shares=num_shares)
     check_memory(need, free, ranks_per_host=place.num_ranks)
-    loader = _Loader(files, config, device, table_share)
+    loader = WeightTree(files, config, device, table_share)
     weights = loader.tree(expert_ids, draft)
     # A node that has room for the whole checkpoint keeps it: a restart, or the other role's ranks, find it in memory.
     keeps_all = free.host_bytes > sum(entry.num_bytes for entry in files.entries.values())
@@ -102,7 +102,7 @@ def _read_tables_ahead(
         read_ahead(tables, place=place, on_progress=on_progress)
 
 
-class _Loader:
+class WeightTree:
     """Builds the parts of the tree from empty tensors and notes what has to be read into each."""
 
     def __init__(
