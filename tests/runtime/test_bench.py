@@ -1,0 +1,75 @@
+"""A benchmark measures the rank that a job runs: same build, same engine, same forward; and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepinfer.cli.main import run_command
+from deepinfer.errors import RequestError
+from deepinfer.models.deepseek_v41.model import DeepseekV41
+from deepinfer.models.deepseek_v41.random_model import RandomModel
+from deepinfer.runtime import build
+from deepinfer.runtime.bench import bench_rank
+from deepinfer.runtime.model_runner import ModelRunner
+from deepinfer.runtime.rank_engine import RankEngine
+
+SMALL = ["--model", "tiny", "--layers", "6", "--ranks", "4", "--warm-up", "1", "--watch", "0"]
+
+
+def test_a_benchmark_has_no_forward_of_its_own() -> None:
+    changed = {name for name in vars(RandomModel) if not name.startswith("__")}
+    assert changed == {"allocate_caches", "import_kv"}
+    assert RandomModel.forward is DeepseekV41.forward
+    assert bench_rank.build_rank_engine is build.build_rank_engine
+    assert build.RankEngine is RankEngine
+    assert build.ModelRunner is ModelRunner
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path))
+    target = tmp_path / "times.json"
+    assert run_command(["bench", *arguments, *SMALL, "--json", str(target)]) == 0
+    found: dict[str, Any] = json.loads(target.read_text())
+    return found
+
+
+def test_decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--requests", "2", "--context", "70", "--drafts", "2", "--steps", "2", "--acceptance", "2.5"]
+    found = _run(monkeypatch, tmp_path, "decode", *sizes)
+    assert len(found["period_seconds"]) == len(found["device_seconds"]) == 2
+    assert found["tokens_per_second"] == pytest.approx(5.0 / found["seconds"]["median"])
+    assert found["roof_seconds"] is None
+    assert set(found["kernel_set"].values()) == {"reference"}
+    assert found["config"]["speculative"]["max_draft_tokens"] == 2
+    printed = capsys.readouterr().out
+    assert "not measured on a CPU" in printed
+    assert "Left out: the exchange between ranks" in printed
+
+
+def test_prefill_counts_the_steps_of_a_prompt_as_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = ["--tokens", "48", "--steps", "2", "--set", "prefill.max_tokens_per_step=24"]
+    found = _run(monkeypatch, tmp_path, "prefill", *options)
+    assert len(found["period_seconds"]) == 2
+    assert found["tokens_per_second"] == pytest.approx(48 / found["seconds"]["median"])
+
+
+def test_a_skew_file_that_is_no_list_of_numbers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "skew.json"
+    file.write_text('{"a": 1}')
+    assert run_command(["bench", "decode", *SMALL, "--skew", str(file)]) == 2
+    assert "--skew" in capsys.readouterr().err
+
+
+def test_the_rest_of_the_measurement_ends_with_a_failed_request() -> None:
+    class Failing:
+        def take_results(self) -> Any:
+            failure = type("Failure", (), {"request_id": "bench-3", "kind": "numerical_error", "text": "NaN"})
+            return type("Results", (), {"failures": (failure,)}), []
+
+    thread = bench_rank.EngineThread(Failing())  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="bench-3 failed: NaN"):
+        thread.check()
