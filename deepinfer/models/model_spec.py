@@ -166,7 +166,10 @@ class Model(Protocol):
     def export_kv(
         self, caches: Any, *, slot: int, block_ids: dict[str, torch.Tensor], num_tokens: int
     ) -> tuple[KVPart, ...]:
-        """Return a copy of all that later positions of a sequence of `num_tokens` tokens will read."""
+        """Return a copy of all that later positions of a sequence of `num_tokens` tokens will read.
+
+        Its data are there when what has been launched so far has ended on the device.
+        """
         ...
 
     def import_kv(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepinfer.models.model_spec import KVPart
 from deepinfer.platforms.platform import Piece
-from deepinfer.protocol import KVHandle
-from deepinfer.runtime.kv_transfer import Buffer
 from deepinfer.runtime.pending_output import PendingOutput
 from deepinfer.scheduler.step_plan import StepPlan
 from deepinfer.scheduler.step_results import Prefilled
@@ -45,7 +44,7 @@ class ExportInFlight:
     """KV on its way out of the caches; `prefilled` is published with it."""
 
     prefilled: Prefilled
-    piece: Piece[tuple[KVHandle, Buffer]]
+    piece: Piece[tuple[KVPart, ...]]
 
     def is_ready(self) -> bool:
         """True when it can be read without a wait."""

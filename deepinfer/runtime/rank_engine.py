@@ -17,11 +17,11 @@ from deepinfer.distributed.step_sync import StepProposal, StepSync
 from deepinfer.errors import RankError, RequestError
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.log import about, get_logger
+from deepinfer.models.model_spec import KVPart
 from deepinfer.platforms.platform import Piece, Stream
 from deepinfer.protocol import (
     DecodeBatch,
     DecodeResult,
-    KVHandle,
     PrefillBatch,
     PrefillResult,
     RankLoad,
@@ -324,23 +324,23 @@ class RankEngine:
         self._outbox.add_failures(failures)
 
     def _submit_export(self, prefilled: Prefilled) -> None:
-        def gather() -> tuple[KVHandle, Buffer]:
-            parts = self._parts.runner.export_kv(
+        def gather() -> tuple[KVPart, ...]:
+            return self._parts.runner.export_kv(
                 slot=prefilled.slot, block_ids=prefilled.block_ids, num_tokens=prefilled.num_tokens
-            )
-            return pack_parts(
-                parts,
-                request_id=prefilled.request.request_id,
-                source_rank=self._parts.rank,
-                num_tokens=prefilled.num_tokens,
-                layout_digest=self.ready.layout_digest,
             )
 
         self._in_flight.append(ExportInFlight(prefilled, self._stream.submit(gather)))
 
     def _finish_export(self, entry: ExportInFlight) -> None:
-        handle, buffer = entry.piece.result()
-        self._scheduler.exported(entry.prefilled.request.index)
+        request = entry.prefilled.request
+        handle, buffer = pack_parts(
+            entry.piece.result(),
+            request_id=request.request_id,
+            source_rank=self._parts.rank,
+            num_tokens=entry.prefilled.num_tokens,
+            layout_digest=self.ready.layout_digest,
+        )
+        self._scheduler.exported(request.index)
         self._prefill_outbox.add(entry.prefilled, (handle, buffer))
         self._count_transfer(entry.piece, handle.nbytes)
         self._announce()

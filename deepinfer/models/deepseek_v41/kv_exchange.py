@@ -22,18 +22,22 @@ from deepinfer.models.deepseek_v41.caches import (
     Caches,
 )
 from deepinfer.models.model_spec import KVPart
+from deepinfer.platforms.transfer import to_device, to_host
 
 _Place = tuple[Tensor, Tensor]  # a cache tensor seen as bytes [rows, bytes], and the rows that belong to the part
 
 
 def export_kv(caches: Caches, *, slot: int, block_ids: dict[str, Tensor], num_tokens: int) -> tuple[KVPart, ...]:
-    """Return copies on the CPU; `block_ids["global"]` covers `num_tokens`, other groups go by the slot."""
+    """Return copies in host memory, there once the stream has come so far.
+
+    `block_ids["global"]` covers `num_tokens`, other groups go by the slot.
+    """
     parts = []
     for group, (first, count) in _extents(caches, num_tokens).items():
         places = _places(caches, group, slot=slot, block_ids=block_ids, first=first, count=count)
         pieces = [pool[rows].flatten() for pool, rows in places]
-        data = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.uint8)
-        parts.append(KVPart(group, first_position=first, num_records=count, data=data.cpu().contiguous()))
+        data = to_host(torch.cat(pieces)) if pieces else torch.zeros(0, dtype=torch.uint8)
+        parts.append(KVPart(group, first_position=first, num_records=count, data=data))
     return tuple(parts)
 
 
@@ -53,10 +57,10 @@ def import_kv(
             first, count = part.first_position, num_tokens - part.first_position
             caches.draft_starts[slot] = first
         assert (part.first_position, part.num_records) == (first, count), f"{part.group}: not of {num_tokens} tokens"
-        offset = 0
+        data, offset = to_device(part.data, caches.window[0].device), 0
         for pool, rows in _places(caches, part.group, slot=slot, block_ids=block_ids, first=first, count=count):
             size = len(rows) * pool.shape[1]
-            pool[rows] = part.data[offset : offset + size].view(len(rows), pool.shape[1]).to(pool.device)
+            pool[rows] = data[offset : offset + size].view(len(rows), pool.shape[1])
             offset += size
         assert offset == part.data.numel(), f"{part.group}: {part.data.numel()} bytes for {offset}"
 
