@@ -138,7 +138,7 @@ def drop_page_cache(folder: Path) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint")
+    parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint, at least 3.8")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="how many ranks load at a time")
     parser.add_argument("--directory", type=Path, default=None, help="where to write it; default: the temporary folder")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoint there")
