@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
+from deepinfer.kernels.nvidia.index_codes import index_record
 from deepinfer.kernels.nvidia.number_formats import (
     decode_e2m1,
     decode_e4m3,
@@ -198,14 +199,16 @@ def unpack_rows(records: Tensor, *, kind: RecordKind, width: int, dtype: torch.d
 
 @dataclass(slots=True, frozen=True)
 class RecordFormats:
-    """`ops.RecordFormats`: the bytes of the reference, packed and unpacked by one kernel each."""
+    """`ops.RecordFormats`: the bytes of the reference, packed and unpacked by one kernel each; index keys as FP8."""
 
     numerics: Numerics
 
     def __call__(self, kind: RecordKind, width: int) -> RecordFormat:
         if not self.numerics.quantise_caches:
             return raw_format(kind, width, self.numerics.dtype)
-        num_bytes = width + width // 32 if kind == "window" else width // 2 + width // (16 if kind == "main" else 32)
+        if kind == "index":
+            return index_record(width)
+        num_bytes = width + width // 32 if kind == "window" else width // 2 + width // 16
         return RecordFormat(
             f"{kind}:packed{num_bytes}",
             width,

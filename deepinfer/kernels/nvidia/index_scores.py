@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.nvidia.index_codes import Query, group_block, load_keys, load_query
+from deepinfer.kernels.nvidia.index_codes import Query, load_query
+from deepinfer.kernels.nvidia.number_formats import decode_e8m0
 from deepinfer.kernels.ops import CandidateRule, PagedRows
 
 GROUP = 8  # neighbouring entries under one maximum
@@ -55,11 +56,12 @@ def _sum_of_heads(ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr, SUMS: tl.constex
 
 
 @triton.jit
-def _scores(even, odd, factor, query_even, query_odd, weights, summing, PLAIN: tl.constexpr):
+def _scores(pool_ptr, bytes_ptr, offsets, query, weights, summing, WIDTH: tl.constexpr, PLAIN: tl.constexpr):
     """Scores [KEYS, SUMS] as float32, rounded to bf16: dots, weighted dots and their sum are each rounded."""
-    dots = tl.dot(odd, query_odd, tl.dot(even, query_even))
-    total = tl.dot(_weigh(dots, weights[None, :], PLAIN), summing)
-    return total.to(tl.bfloat16).to(tl.float32) * factor[:, None]
+    keys = tl.load(pool_ptr + offsets[:, None] + tl.arange(0, WIDTH)[None, :])
+    power = tl.load(bytes_ptr + offsets + WIDTH).to(tl.int32)
+    total = tl.dot(_weigh(tl.dot(keys, query), weights[None, :], PLAIN), summing)
+    return total.to(tl.bfloat16).to(tl.float32) * decode_e8m0(power)[:, None]
 
 
 @triton.jit
@@ -67,6 +69,7 @@ def _scan_kernel(
     codes_ptr,
     factor_ptr,
     pool_ptr,
+    bytes_ptr,
     table_ptr,
     sequence_ptr,
     visible_ptr,
@@ -80,8 +83,7 @@ def _scan_kernel(
     NUM_BYTES: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -95,9 +97,7 @@ def _scan_kernel(
     first = tl.program_id(1) * SPAN
     visible = tl.load(visible_ptr + rows, mask=inside, other=0).to(tl.int32)
     if tl.max(visible, 0) > first:
-        query_even, query_odd, weights = load_query(
-            codes_ptr, factor_ptr, first_row, num_rows, ROWS, HEADS, HEAD_BLOCK, 16 * GROUP_BLOCK
-        )
+        query, weights = load_query(codes_ptr, factor_ptr, first_row, num_rows, ROWS, HEADS, HEAD_BLOCK, WIDTH)
         summing = _sum_of_heads(ROWS, HEAD_BLOCK, SUMS)
         sequences = tl.load(sequence_ptr + rows, mask=inside, other=-1)
         before = tl.load(sequence_ptr + rows - 1, mask=inside & (tl.arange(0, SUMS) > 0), other=-1)
@@ -111,15 +111,18 @@ def _scan_kernel(
                 entries = start + tl.arange(0, KEYS)
                 if PER_BLOCK % KEYS == 0:
                     block = tl.load(table_ptr + sequence * table_stride + start // PER_BLOCK)
-                    block_ptr = pool_ptr + block * (PER_BLOCK * NUM_BYTES) + start % PER_BLOCK * NUM_BYTES
+                    first_byte = block * (PER_BLOCK * NUM_BYTES) + start % PER_BLOCK * NUM_BYTES
                     offsets = tl.arange(0, KEYS) * NUM_BYTES
                 else:
                     known = tl.minimum(entries, limit - 1)
                     block = tl.load(table_ptr + sequence * table_stride + known // PER_BLOCK)
-                    block_ptr = pool_ptr
-                    offsets = block * (PER_BLOCK * NUM_BYTES) + known % PER_BLOCK * NUM_BYTES
-                even, odd, factor = load_keys(block_ptr, offsets, KEYS, GROUPS, GROUP_BLOCK, PLAIN)
-                scores = _scores(even, odd, factor, query_even, query_odd, weights, summing, PLAIN)
+                    first_byte = 0
+                    offsets = tl.multiple_of(
+                        block * (PER_BLOCK * NUM_BYTES) + known % PER_BLOCK * NUM_BYTES, NUM_BYTES & -NUM_BYTES
+                    )
+                scores = _scores(
+                    pool_ptr + first_byte, bytes_ptr + first_byte, offsets, query, weights, summing, WIDTH, PLAIN
+                )
                 taken = entries[:, None] < own[None, :]
                 tl.store(score_ptr + rows[None, :] * score_stride + entries[:, None], scores, mask=taken)
                 seen = tl.where(taken, scores, float("-inf"))
@@ -134,6 +137,7 @@ def _kept_kernel(
     codes_ptr,
     factor_ptr,
     pool_ptr,
+    bytes_ptr,
     table_ptr,
     sequence_ptr,
     visible_ptr,
@@ -148,8 +152,7 @@ def _kept_kernel(
     SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
     SPAN: tl.constexpr,
     SUMS: tl.constexpr,
@@ -159,9 +162,7 @@ def _kept_kernel(
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * SPAN
     visible, sequence = tl.load(visible_ptr + row).to(tl.int32), tl.load(sequence_ptr + row)
-    query_even, query_odd, weights = load_query(
-        codes_ptr, factor_ptr, row, num_rows, 1, HEADS, HEAD_BLOCK, 16 * GROUP_BLOCK
-    )
+    query, weights = load_query(codes_ptr, factor_ptr, row, num_rows, 1, HEADS, HEAD_BLOCK, WIDTH)
     summing = _sum_of_heads(1, HEAD_BLOCK, SUMS)
     for start in range(first, tl.minimum(first + SPAN, NUM_KEPT * SIZE), KEYS):
         blocks = start // SIZE + tl.arange(0, KEYS // SIZE)
@@ -171,9 +172,9 @@ def _kept_kernel(
         offsets = block * (PER_BLOCK * NUM_BYTES) + known % PER_BLOCK * NUM_BYTES
         inner = tl.arange(0, SIZE)
         offsets = tl.reshape(offsets[:, None] + inner[None, :] * NUM_BYTES, (KEYS,))
+        offsets = tl.multiple_of(offsets, NUM_BYTES & -NUM_BYTES)
         seen = (kept[:, None] >= 0) & (kept[:, None] + inner[None, :] < visible)
-        even, odd, factor = load_keys(pool_ptr, offsets, KEYS, GROUPS, GROUP_BLOCK, PLAIN)
-        scores = _scores(even, odd, factor, query_even, query_odd, weights, summing, PLAIN)
+        scores = _scores(pool_ptr, bytes_ptr, offsets, query, weights, summing, WIDTH, PLAIN)
         # all columns but the first are zero
         score = tl.where(tl.reshape(seen, (KEYS,)), tl.sum(scores, 1), float("-inf"))
         places = start + tl.arange(0, KEYS)
@@ -194,13 +195,14 @@ class Scores:
 
 def score_all(query: Query, keys: PagedRows, row_sequence: Tensor, visible: Tensor) -> Scores:
     """Scores of every visible entry; C is what the block table can hold."""
-    num_rows, num_heads = query.weights.shape
+    num_rows, num_heads, width = query.codes.shape
     capacity = keys.block_table.shape[1] * keys.entries_per_block
     scores = _new_scores(num_rows, capacity, visible.device)
     if num_rows:
         _scan_kernel[(triton.cdiv(num_rows, _ROW_TILE), triton.cdiv(capacity, _SPAN))](
             query.codes,
             query.weights,
+            keys.pool.view(torch.float8_e4m3fn),
             keys.pool,
             keys.block_table,
             row_sequence,
@@ -215,8 +217,7 @@ def score_all(query: Query, keys: PagedRows, row_sequence: Tensor, visible: Tens
             NUM_BYTES=keys.record.num_bytes,
             HEADS=num_heads,
             HEAD_BLOCK=max(16, triton.next_power_of_2(num_heads)),
-            GROUPS=query.num_groups,
-            GROUP_BLOCK=group_block(query.num_groups),
+            WIDTH=width,
             ROWS=_ROW_TILE,
             KEYS=_KEYS,
             SPAN=_SPAN,
@@ -233,13 +234,14 @@ def score_kept(
 ) -> Scores:
     """Scores of the entries of the blocks `kept` [T, n] (contiguous), block by block; -inf where there is none."""
     assert keys.entries_per_block % rule.block_size == 0, "a candidate block must not cross cache blocks"
-    num_rows, num_heads = query.weights.shape
+    num_rows, num_heads, width = query.codes.shape
     num_places = kept.shape[1] * rule.block_size
     scores = _new_scores(num_rows, num_places, visible.device)
     if num_rows:
         _kept_kernel[(num_rows, triton.cdiv(num_places, _SPAN))](
             query.codes,
             query.weights,
+            keys.pool.view(torch.float8_e4m3fn),
             keys.pool,
             keys.block_table,
             row_sequence,
@@ -255,8 +257,7 @@ def score_kept(
             SIZE=rule.block_size,
             HEADS=num_heads,
             HEAD_BLOCK=max(16, triton.next_power_of_2(num_heads)),
-            GROUPS=query.num_groups,
-            GROUP_BLOCK=group_block(query.num_groups),
+            WIDTH=width,
             KEYS=_KEYS,
             SPAN=_SPAN,
             SUMS=_SUMS,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import BF16, triton_kernel
-from deepinfer.kernels.nvidia.index_codes import quantise_query
+from deepinfer.kernels.nvidia.index_codes import index_record, quantise_query
 from deepinfer.kernels.nvidia.index_scores import GROUP, Scores, score_all, score_kept
 from deepinfer.kernels.nvidia.select import block_maxima, select_largest
 from deepinfer.kernels.ops import CandidateRule, Numerics, PagedRows, Selection
@@ -18,7 +18,7 @@ _SCORE_BYTES = 1 << 30  # rows go through in pieces whose scores stay below this
 
 @dataclass(slots=True, frozen=True)
 class IndexSelect:
-    """`ops.IndexSelect` in bf16 over packed index records.
+    """`ops.IndexSelect` in bf16 over FP8 index records.
 
     Bit for bit the reference's choice while the scales of a vector's groups of 32 are near each other; see
     `index_codes`. The time depends on what the block table can hold only through programs that end at once.
@@ -39,6 +39,7 @@ class IndexSelect:
         candidates: Tensor | None,
         rule: CandidateRule | None,
     ) -> Selection:
+        assert keys.record.name == index_record(query.shape[2]).name, f"index keys held as {keys.record.name}"
         quantised = quantise_query(query, weights)
         if candidates is not None:
             assert rule is not None, "candidates are blocks: their size is missing"
