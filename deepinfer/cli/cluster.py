@@ -32,6 +32,8 @@ from deepinfer.log import set_up_logging
 from deepinfer.models.model_digest import model_digest
 from deepinfer.models.model_source import resolve_model
 
+_PIPE_COLUMNS = 160
+
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Cluster file, e.g. cluster_configs/cpu-tiny.yaml.")]
 
 
@@ -116,7 +118,7 @@ def status(file: ConfigFile, as_json: AsJson = False, settings: Settings = None,
     if as_json:
         print(json.dumps(numbers, indent=2))
         return
-    console = Console()
+    console = _console()
     console.print(f"engine {numbers['engine']}: {numbers['state']}", highlight=False)
     for name in ("fatal", "address", "dashboard", "version"):
         if numbers.get(name):
@@ -175,7 +177,7 @@ def profile(
         if record is None:
             raise ClusterError(f"the engine {config.name} is not up: bring it up with deepinfer-cluster up {file}")
         profiles = profile_ranks(config, which=rank, num_steps=num_steps, wait_seconds=wait_seconds)
-    console = Console()
+    console = _console()
     folder.mkdir(parents=True, exist_ok=True)
     for name, taken in profiles.items():
         if taken is None:
@@ -210,6 +212,11 @@ def render(
     config = _read(file, settings, verbose=verbose)
     Console(stderr=True).print(memory_table(rank_memory(config)))
     print(render_kuberay(config) if output is RenderFormat.KUBERAY else render_ray(config), end="")
+
+
+def _console() -> Console:
+    """Return a console for tables; what is no terminal has no width that could cut them."""
+    return Console() if sys.stdout.isatty() else Console(width=_PIPE_COLUMNS)
 
 
 def _read(file: Path, settings: list[str] | None, *, verbose: bool, default_level: str | None = None) -> ClusterConfig:
