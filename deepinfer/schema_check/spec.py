@@ -12,6 +12,7 @@ from deepinfer.errors import invalid_value, shown
 from deepinfer.protocol import GrammarSpec
 from deepinfer.schema_check.regex import normalize_regex
 from deepinfer.schema_check.schema import normalize_schema
+from deepinfer.tokenizer import parse_response_format
 
 MAX_GRAMMAR_CHARACTERS = 64 * 1024
 _TYPES: dict[str, Literal["json", "regex", "ebnf"]] = {
@@ -52,22 +53,10 @@ def grammar_of_so_args(so_args: object) -> GrammarSpec:
 
 def grammar_of_response_format(response_format: object) -> GrammarSpec | None:
     """Return the specification of an OpenAI `response_format`; None for free text. Raises RequestError."""
-    if response_format is None:
+    wanted = parse_response_format(response_format)
+    if wanted is None:
         return None
-    if not isinstance(response_format, Mapping):
-        raise invalid_value("response_format", f"must be an object with a type, not {type(response_format).__name__}")
-    kind = response_format.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return _json_spec(_ANY_OBJECT, "response_format")
-    if kind != "json_schema":
-        raise invalid_value("response_format.type", f"is {shown(kind)}; use 'text', 'json_object' or 'json_schema'")
-    wrapper = response_format.get("json_schema")
-    schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else None
-    if not isinstance(schema, Mapping):
-        raise invalid_value("response_format.json_schema.schema", "must be a JSON Schema object")
-    return _json_spec(schema, "response_format")
+    return _json_spec(_ANY_OBJECT if wanted.schema is None else wanted.schema, "response_format")
 
 
 def _json_spec(schema: object, param: str) -> GrammarSpec:

@@ -4,6 +4,7 @@ from deepinfer.tokenizer.calls import CallPiece
 from deepinfer.tokenizer.chat import EncodedChat, encode_chat
 from deepinfer.tokenizer.detokenizer import IncrementalDetokenizer
 from deepinfer.tokenizer.output_parser import OutputDelta, OutputParser, ParsedCall, ParsedOutput
+from deepinfer.tokenizer.response_format import ResponseFormat, parse_response_format
 from deepinfer.tokenizer.tools import ToolSchema, parse_tools
 from deepinfer.tokenizer.vocabulary import Tokenizer
 
@@ -15,8 +16,10 @@ __all__ = [
     "OutputParser",
     "ParsedCall",
     "ParsedOutput",
+    "ResponseFormat",
     "Tokenizer",
     "ToolSchema",
     "encode_chat",
+    "parse_response_format",
     "parse_tools",
 ]

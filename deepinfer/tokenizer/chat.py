@@ -14,7 +14,8 @@ import msgspec
 from deepinfer.errors import RequestError, shown
 from deepinfer.protocol import OutputFormat
 from deepinfer.tokenizer.messages import TASK_TOKENS, ChatMessage, parse_messages
-from deepinfer.tokenizer.tools import ToolSchema, check_json, invalid, parse_tools
+from deepinfer.tokenizer.response_format import parse_response_format
+from deepinfer.tokenizer.tools import ToolSchema, invalid, parse_tools
 from deepinfer.tokenizer.vocabulary import Tokenizer
 
 ASSISTANT = "<｜Assistant｜>"
@@ -75,12 +76,13 @@ def encode_chat(
     declared = parsed_tools if uses_tools else ()
     if history[-1].task is not None and thinking:
         raise invalid(f"messages[{len(history) - 1}].task", "needs thinking switched off")
+    wanted = parse_response_format(response_format)
     segments = _render(
         history,
         thinking=thinking,
         effort=effort,
         tools=declared,
-        schema=_check_response_format(response_format),
+        schema=None if wanted is None else wanted.shown_schema,
         keep_reasoning=thinking and not drop_thinking,
     )
     in_reasoning = _ends_in_reasoning(segments)
@@ -144,27 +146,6 @@ def _forced_tools(choice: object, tools: tuple[ToolSchema, ...]) -> tuple[ToolSc
     if not named:
         raise invalid("tool_choice.function.name", f"is {shown(name)}, which is no declared tool")
     return named
-
-
-def _check_response_format(response_format: object) -> object:
-    """The JSON Schema to show in the prompt, None for free text."""
-    if response_format is None:
-        return None
-    if not isinstance(response_format, dict):
-        raise invalid("response_format", f"must be an object with a type, not {type(response_format).__name__}")
-    kind = response_format.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "json_object"}
-    if kind != "json_schema":
-        raise invalid("response_format.type", f"is {shown(kind)}; use 'text', 'json_object' or 'json_schema'")
-    wrapper = response_format.get("json_schema")
-    schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
-    if not isinstance(schema, dict):
-        raise invalid("response_format.json_schema.schema", "must be a JSON Schema object")
-    check_json(schema, "response_format.json_schema.schema")
-    return schema
 
 
 def _render(
