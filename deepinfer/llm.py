@@ -23,6 +23,7 @@ from deepinfer.errors import ClusterError, ConfigError, RequestError
 from deepinfer.launcher import (
     RayConnection,
     check_joinable,
+    check_model_settings,
     find_driver,
     open_ray,
     resolve_for_ray,
@@ -74,6 +75,7 @@ class LLM:
         asked = _load(model, cluster, settings or {})
         here = resolve_here(asked)
         directory = resolve_model(here.model.path, revision=here.model.revision, cache_dir=Path(here.cache_dir))
+        check_model_settings(here, directory)
         self.model_directory = directory
         self.tokenizer = Tokenizer.from_directory(directory)
         may_attach = isinstance(cluster, str | Path) if attach is None else attach

@@ -5,6 +5,7 @@ from deepinfer.launcher.differences import check_joinable
 from deepinfer.launcher.engine import find_driver, start_engine, stop_engine
 from deepinfer.launcher.local import RayConnection, open_ray
 from deepinfer.launcher.logs import read_logs
+from deepinfer.launcher.model_settings import check_model_settings
 from deepinfer.launcher.orphans import revive
 from deepinfer.launcher.record import ClusterRecord
 from deepinfer.launcher.shared import bring_up, connected, read_status, take_down
@@ -14,6 +15,7 @@ __all__ = [
     "RayConnection",
     "bring_up",
     "check_joinable",
+    "check_model_settings",
     "connected",
     "find_driver",
     "open_ray",

@@ -23,6 +23,7 @@ from deepinfer.launcher.differences import check_joinable
 from deepinfer.launcher.engine import EngineExistsError, find_driver, start_engine, stop_engine
 from deepinfer.launcher.local import attach_recorded, is_reachable
 from deepinfer.launcher.memory import check_fits
+from deepinfer.launcher.model_settings import check_model_settings
 from deepinfer.launcher.orphans import end_orphans, find_orphans, take_over
 from deepinfer.launcher.providers import start_ray, stop_ray
 from deepinfer.launcher.record import (
@@ -54,6 +55,7 @@ def bring_up(
     that did not come up is stopped again.
     """
     unresolved, config = config, resolve_here(config)
+    check_model_settings(config, Path(model_directory))
     if unresolved.accelerator != "auto" or config.ray.provider == "local":
         check_fits(config, Path(model_directory))
     record = read_record(config)
