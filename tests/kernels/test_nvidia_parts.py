@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from support.op_cases import Bench, small
@@ -19,3 +22,26 @@ pytestmark = pytest.mark.gpu
 def test_parts(check: str) -> None:
     kernels = select_kernels("nvidia", numerics=REFERENCE_NUMERICS, batch_invariant=False, overrides={})
     CHECKS[check](Bench(kernels, small(), torch.device("cuda"), seed=1))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_recorded_look_up_reads_the_host(tmp_path: Path, mapped: bool) -> None:
+    kernels = select_kernels("nvidia", numerics=REFERENCE_NUMERICS, batch_invariant=False, overrides={})
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 120, (4000, 64), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(100, 140, (4000, 2), generator=generator, dtype=torch.uint8)
+    if mapped:
+        file = tmp_path / "table"
+        file.write_bytes(bytes(8) + codes.numpy().tobytes())
+        codes = torch.from_numpy(np.memmap(file, np.uint8, "c")[8:].reshape(4000, 64))
+    table = codes.view(torch.float8_e4m3fn)
+    rows = torch.zeros(5, 6, dtype=torch.int64, device="cuda")
+    kernels.engram_lookup(rows, table, scale)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = kernels.engram_lookup(rows, table, scale)
+    rows.copy_(torch.randint(0, 4000, (5, 6), generator=generator))
+    graph.replay()
+    reference = select_kernels("cpu", numerics=REFERENCE_NUMERICS, batch_invariant=False, overrides={})
+    assert torch.equal(found.cpu(), reference.engram_lookup(rows.cpu(), table, scale))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
+from deepinfer.kernels.nvidia.host_memory import share_with_device
 from deepinfer.kernels.nvidia.number_formats import decode_e4m3, decode_e8m0, spread
 from deepinfer.kernels.ops import Numerics
 from deepinfer.kernels.reference.engram import EngramLookup as HostLookup
@@ -128,12 +129,16 @@ class EngramRows:
 
 @dataclass(slots=True, frozen=True)
 class EngramLookup:
-    """`ops.EngramLookup`; a table in host memory is read by the host, which waits for `rows`."""
+    """`ops.EngramLookup`; the device reads a table in host memory where it lies.
+
+    Where it can't, the host does, which waits for `rows`.
+    """
 
     numerics: Numerics
+    _is_shared: dict[int, bool] = field(default_factory=dict)
 
     def __call__(self, rows: Tensor, table: Tensor, scale: Tensor) -> Tensor:
-        if table.device != rows.device:
+        if table.device != rows.device and not (self._shared(table) and self._shared(scale)):
             found = HostLookup(self.numerics)(rows.to(table.device), table, scale)
             return found.to(rows.device)
         width = table.shape[1]
@@ -143,6 +148,12 @@ class EngramLookup:
                 rows.contiguous(), table.view(torch.uint8), scale, out, rows.numel(), WIDTH=width, ROWS=8
             )
         return out
+
+    def _shared(self, tensor: Tensor) -> bool:
+        place = tensor.data_ptr()
+        if place not in self._is_shared:
+            self._is_shared[place] = share_with_device(tensor)
+        return self._is_shared[place]
 
 
 @dataclass(slots=True, frozen=True)
