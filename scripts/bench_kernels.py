@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.ops import CandidateRule, PagedRows
+from deepinfer.kernels.ops import CandidateRule, ExpertRows, PagedRows
 from deepinfer.kernels.registry import KernelSet, load_backend, select_kernels
 from deepinfer.platforms.platform import load_platform
 
@@ -210,17 +210,18 @@ def expert_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
         weights.append(torch.randint(0, 256, (num, n, k // 2), device="cuda", dtype=torch.uint8))
         weights.append(torch.randint(112, 116, (num, n, k // 32), device="cuda", dtype=torch.uint8))
     prepared = kernels.expert_mlp.prepare(*weights)
-    counts = torch.full((LOCAL_EXPERTS,), rows, device="cuda")
-    x, factor = normal(LOCAL_EXPERTS * rows, HIDDEN), normal(LOCAL_EXPERTS * rows, dtype=torch.float32)
+    expert_ids = torch.arange(LOCAL_EXPERTS * rows, device="cuda").unsqueeze(1) % LOCAL_EXPERTS
+    x, factor = normal(LOCAL_EXPERTS * rows, HIDDEN), normal(LOCAL_EXPERTS * rows, 1, dtype=torch.float32)
     size = 3 * EXPERT_WIDTH * HIDDEN
     yield Case(
         f"expert_mlp {LOCAL_EXPERTS} x {rows} rows",
-        lambda: kernels.expert_mlp(x, factor, counts, prepared, limit=10.0),
+        lambda: kernels.expert_mlp(x, expert_ids, factor, prepared, limit=10.0),
         LOCAL_EXPERTS * size / 2 + 4 * x.numel(),
         2.0 * LOCAL_EXPERTS * rows * size,
         "fp8",
     )
-    returned, shared = normal(rows, CHOSEN, HIDDEN), normal(rows, HIDDEN)
+    places = torch.randperm(rows * CHOSEN, device="cuda").view(rows, CHOSEN)
+    returned, shared = ExpertRows(normal(rows * CHOSEN, HIDDEN), places), normal(rows, HIDDEN)
     yield Case("combine_experts", lambda: kernels.combine_experts(returned, shared), 16 * shared.numel())
 
 

@@ -19,15 +19,3 @@ def order_by_expert(expert_ids: torch.Tensor, *, num_experts: int) -> tuple[torc
     ordered, places = torch.where(flat < 0, num_experts, flat).sort(stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=flat.device))
     return places, bounds.diff()
-
-
-def return_rows(rows: torch.Tensor, places: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-    """Return [T, K, D]: `rows` [N, D] at the first N flat `places`, zeros where `expert_ids` [T, K] is -1.
-
-    N is at least the number of ids that are not -1.
-    """
-    num_tokens, num_columns = expert_ids.shape
-    combined = rows.new_empty((num_tokens * num_columns, rows.shape[1]))
-    combined.index_copy_(0, places[: len(rows)], rows)
-    nobody = (expert_ids < 0).view(-1, 1)
-    return combined.masked_fill_(nobody, 0).view(num_tokens, num_columns, rows.shape[1])

@@ -7,6 +7,7 @@ import torch
 from deepinfer.distributed.expert_order import first_expert
 from deepinfer.distributed.local_dispatcher import LocalDispatcher
 from deepinfer.distributed.token_dispatcher import Dispatched
+from deepinfer.kernels.ops import ExpertRows
 
 
 class LoopbackDispatcher:
@@ -14,7 +15,7 @@ class LoopbackDispatcher:
 
     With equal ranks and balanced routing a rank receives as many rows as it sends, T * K, and each of its E local
     experts gets the same share of them. Here the rank's own rows come back as those: copy (row, column) goes to the
-    local expert that is due, whatever its id. Ordering rows by expert and putting them back is done as in a job.
+    local expert that is due, whatever its id.
 
     Left out: the exchange itself, both ways, and waiting for slower ranks. A received row is also one of T rows that
     lie close together, where in a group nearly all T * K would be different ones.
@@ -38,12 +39,12 @@ class LoopbackDispatcher:
         self._experts: torch.Tensor | None = None  # of as many cards as were ever dealt at once
 
     def dispatch(self, rows: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
-        """Order the rows as they would have arrived."""
+        """Give the rows to the experts that are due."""
         due = self._due(expert_ids)
         return self._local.dispatch(rows, torch.where(expert_ids < 0, expert_ids, due), weights)
 
-    def combine(self, expert_rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """Put the experts' rows back to their tokens."""
+    def combine(self, expert_rows: ExpertRows, dispatched: Dispatched) -> ExpertRows:
+        """Hand the experts' rows back to their tokens."""
         return self._local.combine(expert_rows, dispatched)
 
     def _due(self, expert_ids: torch.Tensor) -> torch.Tensor:

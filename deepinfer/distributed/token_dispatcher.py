@@ -7,19 +7,20 @@ from typing import Any, Protocol
 
 import torch
 
+from deepinfer.kernels.ops import ExpertRows
+
 
 @dataclass(slots=True, frozen=True)
 class Dispatched:
-    """Rows that arrived at this rank, ordered by (local expert, source rank, source row, source column).
+    """Rows that arrived at this rank, those of one expert in the order (source rank, source row, source column).
 
-    `rows` [N, D] as sent; `weights` [N] float32 routing weights; `tokens_per_expert` [E_local] int64, whose sum is at
-    most N: rows behind it belong to nobody.
-    `handle` belongs to the dispatcher and goes back to `combine`.
+    `rows` [R, D] as sent; `expert_ids` [R, C] int64: the local experts of its copies, -1 = none; `weights` [R, C]
+    float32. `handle` belongs to the dispatcher and goes back to `combine`.
     """
 
     rows: torch.Tensor
+    expert_ids: torch.Tensor
     weights: torch.Tensor
-    tokens_per_expert: torch.Tensor
     handle: Any
 
 
@@ -43,12 +44,10 @@ class TokenDispatcher(Protocol):
         """
         ...
 
-    def combine(self, expert_rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """Return the experts' rows to their tokens: `expert_rows` [N, D] in the order of `dispatched.rows`.
+    def combine(self, expert_rows: ExpertRows, dispatched: Dispatched) -> ExpertRows:
+        """Return the experts' rows to their tokens: copies [R, C] of `dispatched.rows` become those of own rows [T, K].
 
-        What comes back for rows that belong to nobody may hold anything.
-
-        Returns [T, K, D] in the dtype of `expert_rows`, zeros where the id was -1. Nothing is summed here: the
-        token's own rank adds in ascending logical expert id, which keeps the bits independent of placement.
+        Nothing is summed here: the token's own rank adds in ascending logical expert id, which keeps the bits
+        independent of placement.
         """
         ...

@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 import torch
 
-from deepinfer.distributed.expert_order import first_expert, order_by_expert, return_rows
+from deepinfer.distributed.expert_order import first_expert, order_by_expert
 from deepinfer.distributed.process_groups import Group
 from deepinfer.distributed.token_dispatcher import Dispatched
+from deepinfer.kernels.ops import ExpertRows
 
 _WEIGHT_BYTES = 4
 
 
 @dataclass(slots=True, frozen=True)
 class _Route:
-    """How one dispatch went, for the way back. `order` [N]: arrival -> place in `Dispatched.rows`."""
+    """How one dispatch went, for the way back: `copies` [n], flat numbers of the sent ones among `shape` (T, K)."""
 
-    places: torch.Tensor
-    expert_ids: torch.Tensor
+    copies: torch.Tensor
+    shape: torch.Size
     send: list[int]
     receive: list[int]
-    order: torch.Tensor
 
 
 class TorchDispatcher:
@@ -48,29 +48,29 @@ class TorchDispatcher:
 
     def dispatch(self, rows: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
         """Send each row to the ranks of its experts."""
-        places, counts = order_by_expert(expert_ids, num_experts=self._num_experts)
+        copies, counts = order_by_expert(expert_ids, num_experts=self._num_experts)
         arriving = self._exchange_counts(counts)
         send = [int(part.sum()) for part in counts.split(self._sizes())]
         receive = [int(total) for total in arriving.sum(dim=1)]
-        places = places[: sum(send)]
-        payload = _join(rows[places // expert_ids.shape[1]], weights.flatten()[places])
+        copies = copies[: sum(send)]
+        payload = _join(rows[copies // expert_ids.shape[1]], weights.flatten()[copies])
         arrived = self._group.all_to_all(payload, send=send, receive=receive)
-        order = _expert_major(arriving)
-        arrived_rows, arrived_weights = _split(arrived[order], rows)
+        arrived_rows, arrived_weights = _split(arrived, rows)
         return Dispatched(
             rows=arrived_rows,
-            weights=arrived_weights,
-            tokens_per_expert=arriving.sum(dim=0),
-            handle=_Route(places, expert_ids, send, receive, order),
+            expert_ids=_local_experts(arriving).unsqueeze(1),
+            weights=arrived_weights.unsqueeze(1),
+            handle=_Route(copies, expert_ids.shape, send, receive),
         )
 
-    def combine(self, expert_rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+    def combine(self, expert_rows: ExpertRows, dispatched: Dispatched) -> ExpertRows:
         """Send the experts' rows back to the ranks of their tokens."""
         route: _Route = dispatched.handle
-        by_source = torch.empty_like(expert_rows)
-        by_source[route.order] = expert_rows
-        returned = self._group.all_to_all(by_source, send=route.receive, receive=route.send)
-        return return_rows(returned, route.places, route.expert_ids)
+        answers = expert_rows.values[expert_rows.places.flatten()]
+        returned = self._group.all_to_all(answers, send=route.receive, receive=route.send)
+        places = torch.full(route.shape, -1, device=returned.device).flatten()
+        places[route.copies] = torch.arange(len(returned), device=returned.device)
+        return ExpertRows(returned, places.view(route.shape))
 
     def _sizes(self) -> list[int]:
         return [end - start for start, end in zip(self._starts, self._starts[1:], strict=False)]
@@ -82,10 +82,10 @@ class TorchDispatcher:
         return arriving.view(self.num_ranks, own)
 
 
-def _expert_major(arriving: torch.Tensor) -> torch.Tensor:
-    """Return the arrival numbers in the order (expert, source), from counts [num_ranks, E_local]."""
+def _local_experts(arriving: torch.Tensor) -> torch.Tensor:
+    """Return the local expert of each arrival, which come by (source, expert), from counts [num_ranks, E_local]."""
     experts = torch.arange(arriving.shape[1], device=arriving.device).repeat(arriving.shape[0])
-    return torch.argsort(experts.repeat_interleave(arriving.flatten()), stable=True)
+    return experts.repeat_interleave(arriving.flatten())
 
 
 def _join(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,18 @@ class MixCoefficients:
     mix: Tensor
 
 
+@dataclass(slots=True, frozen=True)
+class ExpertRows:
+    """What experts made of copies of rows: copy c of row r is row `places[r, c]` of `values` [P, D] model dtype.
+
+    `places` [R, C] int32 or int64; -1: nothing, which counts as zeros. Rows of `values` that no place names may hold
+    anything.
+    """
+
+    values: Tensor
+    places: Tensor
+
+
 class RecordFormats(Protocol):
     """Record formats of the device. `kind` window, main or index; `width` values per row, a multiple of 32."""
 
@@ -318,12 +330,11 @@ class SwiGLU(Protocol):
 
 
 class ExpertMLP(Protocol):
-    """Routed experts: rows [N, D] ordered by expert, `tokens_per_expert` [E], routing `weights` [N] float32.
+    """Routed experts: row r of `rows` [R, D] goes to the experts `expert_ids[r]` ([R, C] int64, -1: to none) with the
+    routing `weights` [R, C] float32.
 
     FP4 weights as released: `gate`, `up` uint8 [E, I, D/2], `down` uint8 [E, D, I/2] (low nibble = even column), scales
     E8M0 bytes per row and 32 columns; FP8 activations as in `QuantizedLinear`. The weight multiplies before `down`.
-    sum(tokens_per_expert) <= N: rows behind belong to nobody, and what comes back for them is undefined.
-    Returns [N, D] model dtype.
     """
 
     def prepare(
@@ -331,14 +342,14 @@ class ExpertMLP(Protocol):
     ) -> Any: ...
 
     def __call__(
-        self, rows: Tensor, weights: Tensor, tokens_per_expert: Tensor, experts: Any, *, limit: float
-    ) -> Tensor: ...
+        self, rows: Tensor, expert_ids: Tensor, weights: Tensor, experts: Any, *, limit: float
+    ) -> ExpertRows: ...
 
 
 class CombineExperts(Protocol):
-    """float32 sum of `expert_rows` [T, K, D] in column order, then `shared` [T, D]; one rounding -> [T, D]."""
+    """float32 sum of the `expert_rows` of T tokens in column order, then `shared` [T, D]; one rounding -> [T, D]."""
 
-    def __call__(self, expert_rows: Tensor, shared: Tensor) -> Tensor: ...
+    def __call__(self, expert_rows: ExpertRows, shared: Tensor) -> Tensor: ...
 
 
 class GumbelArgmax(Protocol):

@@ -8,11 +8,14 @@ import pytest
 import torch
 from support.processes import run_ranks
 
+from deepinfer.distributed.expert_order import order_by_expert
 from deepinfer.distributed.local_dispatcher import LocalDispatcher
 from deepinfer.distributed.process_groups import ProcessGroups, open_store
 from deepinfer.distributed.step_sync import GroupStepSync, StepAgreement, StepProposal
+from deepinfer.distributed.token_dispatcher import Dispatched
 from deepinfer.distributed.torch_dispatcher import TorchDispatcher
 from deepinfer.errors import RankError
+from deepinfer.kernels.ops import ExpertRows
 
 NUM_EXPERTS = 7
 
@@ -24,22 +27,30 @@ def _rows_of(rank: int, num_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor
     return rows, expert_ids, torch.rand(num_rows, 3, generator=generator)
 
 
-def _experts(dispatched_rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, first: int) -> torch.Tensor:
-    dispatched_rows, weights = dispatched_rows[: int(counts.sum())], weights[: int(counts.sum())]
-    factors = torch.arange(first, first + len(counts)).repeat_interleave(counts) + 2
-    return (dispatched_rows.float() * factors[:, None] * weights[:, None]).to(dispatched_rows.dtype)
+def _experts(sent: Dispatched, first: int) -> ExpertRows:
+    """Each copy times a number of its expert and its weight."""
+    factors = (sent.expert_ids + first + 2) * sent.weights
+    values = (sent.rows.float().unsqueeze(1) * factors.unsqueeze(2)).to(sent.rows.dtype)
+    places = torch.arange(sent.expert_ids.numel()).view_as(sent.expert_ids)
+    return ExpertRows(values.flatten(0, 1), torch.where(sent.expert_ids < 0, -1, places))
+
+
+def _combined(returned: ExpertRows) -> torch.Tensor:
+    """[T, K, D], zeros where nothing was sent."""
+    return torch.cat((returned.values, returned.values.new_zeros(1, returned.values.shape[1])))[returned.places]
 
 
 def _dispatch_and_combine(groups: ProcessGroups, num_rows: list[int], dtype: torch.dtype) -> dict:
     dispatcher = TorchDispatcher(groups.dispatch, NUM_EXPERTS)
     rows, expert_ids, weights = _rows_of(dispatcher.rank, num_rows[dispatcher.rank], dtype)
-    dispatched = dispatcher.dispatch(rows, expert_ids, weights)
+    sent = dispatcher.dispatch(rows, expert_ids, weights)
     first = dispatcher.rank * NUM_EXPERTS // dispatcher.num_ranks
-    expert_rows = _experts(dispatched.rows, dispatched.tokens_per_expert, dispatched.weights, first)
+    assert bool((sent.expert_ids >= 0).all())
     return {
-        "rows": dispatched.rows,
-        "counts": dispatched.tokens_per_expert,
-        "combined": dispatcher.combine(expert_rows, dispatched),
+        "arrived": torch.cat((sent.expert_ids + first, sent.weights, sent.rows), 1)[
+            sent.expert_ids[:, 0].argsort(stable=True)
+        ],
+        "combined": _combined(dispatcher.combine(_experts(sent, first), sent)),
     }
 
 
@@ -66,13 +77,13 @@ def test_spread_experts_give_the_rows_of_one_rank_bit_for_bit(num_ranks: int) ->
         parts = [_rows_of(rank, num_rows[rank], dtype) for rank in range(num_ranks)]
         rows, expert_ids, weights = (torch.cat(columns) for columns in zip(*parts, strict=True))
         local = LocalDispatcher(NUM_EXPERTS)
-        expected = local.dispatch(rows, expert_ids, weights)
-        combined = local.combine(_experts(expected.rows, expected.tokens_per_expert, expected.weights, 0), expected)
+        whole = local.dispatch(rows, expert_ids, weights)
+        combined = _combined(local.combine(_experts(whole, 0), whole))
+        copies, counts = order_by_expert(expert_ids, num_experts=NUM_EXPERTS)
+        copies = copies[: int(counts.sum())]
+        columns = (expert_ids.view(-1, 1)[copies], weights.view(-1, 1)[copies], rows[copies // expert_ids.shape[1]])
         got = [results[rank][case] for rank in range(num_ranks)]
-        assert torch.equal(
-            torch.cat([part["rows"] for part in got]), expected.rows[: int(expected.tokens_per_expert.sum())]
-        )
-        assert torch.equal(torch.cat([part["counts"] for part in got]), expected.tokens_per_expert)
+        assert torch.equal(torch.cat([part["arrived"] for part in got]), torch.cat(columns, 1))
         assert torch.equal(torch.cat([part["combined"] for part in got]), combined)
 
 

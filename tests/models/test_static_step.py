@@ -79,7 +79,9 @@ def test_the_guard_sees_masks_and_copies_of_host_values() -> None:
             lambda: values[values > 2],
             lambda: torch.tensor([1, 2]),
             lambda: values.repeat_interleave(values),
+            lambda: values.__setitem__(values, 0),
         ):
             with pytest.raises(NotStaticError):
                 fault()
         assert values[values.clamp_max(2)].shape == (4,)
+        values[1:] = 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepinfer.kernels.ops import ExpertRows
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.models.model_spec import ForwardInputs, ForwardOutput, KVPart
 
@@ -121,9 +122,11 @@ class FakeModel:
 def _through_experts(inputs: ForwardInputs, rows: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
     """Multiply each row by its experts' numbers, wherever they are; exact in float32."""
     dispatcher = inputs.dispatcher
-    dispatched = dispatcher.dispatch(rows, expert_ids, torch.ones(expert_ids.shape, dtype=torch.float32))
+    sent = dispatcher.dispatch(rows, expert_ids, torch.ones(expert_ids.shape, dtype=torch.float32))
     first = dispatcher.rank * NUM_EXPERTS // dispatcher.num_ranks
-    factors = torch.arange(first, first + len(dispatched.tokens_per_expert)) + 1
-    factors = factors.repeat_interleave(dispatched.tokens_per_expert)
-    combined = dispatcher.combine(dispatched.rows[: len(factors)] * factors[:, None], dispatched)
+    values = sent.rows.unsqueeze(1) * (sent.expert_ids.unsqueeze(2) + first + 1)
+    places = torch.arange(sent.expert_ids.numel()).view_as(sent.expert_ids)
+    places = torch.where(sent.expert_ids < 0, -1, places)
+    returned = dispatcher.combine(ExpertRows(values.flatten(0, 1), places), sent)
+    combined = torch.cat((returned.values, torch.zeros(1, rows.shape[1])))[returned.places]  # -1 is the last row
     return combined.sum(dim=(1, 2)).to(torch.int64)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.ops import REFERENCE_NUMERICS, CandidateRule, PagedRows
+from deepinfer.kernels.ops import REFERENCE_NUMERICS, CandidateRule, ExpertRows, PagedRows
 from deepinfer.kernels.registry import KernelSet, select_kernels
 
 Check = Callable[["Bench"], None]
@@ -223,7 +223,9 @@ def check_routing(bench: Bench) -> None:
     for given in (None, factor):
         other = bench.reference.swiglu(gate, up, limit=10.0, weights=given)
         close(bench.kernels.swiglu(gate, up, limit=10.0, weights=given), other, 1e-3)
-    rows, shared = bench.normal(sizes.rows, sizes.chosen, sizes.hidden), bench.normal(sizes.rows, sizes.hidden)
+    values, shared = bench.normal(7 * sizes.rows, sizes.hidden), bench.normal(sizes.rows, sizes.hidden)
+    rows = ExpertRows(values, bench.integers(-1, len(values) - 1, sizes.rows, sizes.chosen))
+    values[-1], rows.places[0] = torch.nan, -1
     close(bench.kernels.combine_experts(rows, shared), bench.reference.combine_experts(rows, shared), 1e-3)
 
 
@@ -274,21 +276,25 @@ def fp4_experts(bench: Bench, num_experts: int) -> list[Tensor]:
 
 
 def check_experts(bench: Bench) -> None:
-    """Routed experts with an idle one, uneven counts, and none at all."""
+    """Routed experts with an idle one, uneven counts, copies and whole rows for nobody, and no row at all."""
     sizes, own, wanted = bench.sizes, bench.kernels, bench.reference
-    weights = fp4_experts(bench, 3)
-    counts = torch.tensor([sizes.rows, 0, 2 * sizes.rows + 1], device=bench.device)
-    rows = bench.normal(int(counts.sum()), sizes.hidden)
-    factor = bench.normal(len(rows), dtype=torch.float32).abs() + 0.1
-    given = wanted.expert_mlp(rows, factor, counts, wanted.expert_mlp.prepare(*weights), limit=10.0)
+    weights = fp4_experts(bench, 4)
+    rows = bench.normal(3 * sizes.rows + 2, sizes.hidden)
+    expert_ids = bench.integers(-1, 3, len(rows), 2)
+    expert_ids[expert_ids == 1] = 3
+    expert_ids[: sizes.rows + 1, 0], expert_ids[5] = 2, -1
+    rows[5] = torch.nan
+    factor = bench.normal(len(rows), 2, dtype=torch.float32).abs() + 0.1
+    given = wanted.expert_mlp(rows, expert_ids, factor, wanted.expert_mlp.prepare(*weights), limit=10.0)
     prepared = own.expert_mlp.prepare(*weights)
-    close(own.expert_mlp(rows, factor, counts, prepared, limit=10.0), given, 1.5e-2)
-    more, num_rows = torch.cat((rows, torch.full_like(rows[:3], torch.nan))), len(rows)
-    for kernels, weights_of in ((own, prepared), (wanted, wanted.expert_mlp.prepare(*weights))):
-        out = kernels.expert_mlp(more, torch.cat((factor, factor[:3])), counts, weights_of, limit=10.0)
-        assert len(out) == num_rows + 3
-        close(out[:num_rows], given, 1.5e-2)
-    assert own.expert_mlp(rows[:0], factor[:0], counts * 0, prepared, limit=10.0).shape == (0, sizes.hidden)
+    found = own.expert_mlp(rows, expert_ids, factor, prepared, limit=10.0)
+    for part in (found, given):
+        same(part.places < 0, expert_ids < 0)
+        known = part.places[part.places >= 0]
+        assert len(known.unique()) == len(known) == int((expert_ids >= 0).sum())
+    close(*(part.values[part.places[expert_ids >= 0].long()] for part in (found, given)), 1.5e-2)
+    none = own.expert_mlp(rows[:0], expert_ids[:0], factor[:0], prepared, limit=10.0)
+    assert (none.places.shape, none.values.shape[1]) == ((0, 2), sizes.hidden)
 
 
 @dataclass(slots=True, frozen=True)
@@ -437,13 +443,15 @@ def check_batch_invariance(bench: Bench) -> None:
         mixes = kernels.mix_coefficients(
             streams[rows], function, scale, base, epsilon=1e-20, mix_epsilon=1e-6, num_iterations=20
         )
-        counts = torch.tensor([0, num_rows], device=bench.device)
+        done = kernels.expert_mlp(
+            x[rows], torch.ones_like(factor[rows, None], dtype=torch.int64), factor[rows, None], experts, limit=10.0
+        )
         return [
             kernels.linear(x[rows], weight, out_dtype=torch.float32),
             kernels.quantized_linear(x[rows], quantised),
             kernels.grouped_linear(y[rows], grouped),
             mixes.mix,
-            kernels.expert_mlp(x[rows], factor[rows], counts, experts, limit=10.0),
+            done.values[done.places.flatten().long()],
         ]
 
     whole = results(sizes.rows)

@@ -12,7 +12,7 @@ import torch
 from support.op_cases import Bench, fp4_experts, fp8_matrix
 from torch import Tensor
 
-from deepinfer.kernels.ops import CandidateRule, PagedRows
+from deepinfer.kernels.ops import CandidateRule, ExpertRows, PagedRows
 
 NUM_ROWS = 256
 Run = Callable[[Tensor], list[Tensor]]  # row numbers [n] -> tensors [n, ...], entry i belongs to row i of the argument
@@ -268,11 +268,8 @@ def _expert_mlp(bench: Bench) -> Run:
     experts = bench.kernels.expert_mlp.prepare(*fp4_experts(bench, num_experts))
 
     def run(rows: Tensor) -> list[Tensor]:
-        order = torch.argsort(expert[rows], stable=True)
-        counts = torch.bincount(expert[rows], minlength=num_experts)
-        chosen = rows[order]
-        out = bench.kernels.expert_mlp(x[chosen], factor[chosen], counts, experts, limit=10.0)
-        return [out[torch.argsort(order)]]
+        out = bench.kernels.expert_mlp(x[rows], expert[rows, None], factor[rows, None], experts, limit=10.0)
+        return [out.values[out.places.flatten().long()]]
 
     return run
 
@@ -280,10 +277,11 @@ def _expert_mlp(bench: Bench) -> Run:
 def _combine_experts(bench: Bench) -> Run:
     sizes, dtype = bench.sizes, bench.kernels.numerics.dtype
     parts, shared = (
-        bench.normal(NUM_ROWS, sizes.chosen, sizes.hidden, dtype=dtype),
+        bench.normal(NUM_ROWS * sizes.chosen, sizes.hidden, dtype=dtype),
         bench.normal(NUM_ROWS, sizes.hidden, dtype=dtype),
     )
-    return lambda rows: [bench.kernels.combine_experts(parts[rows], shared[rows])]
+    places = bench.integers(-1, len(parts), NUM_ROWS, sizes.chosen)
+    return lambda rows: [bench.kernels.combine_experts(ExpertRows(parts, places[rows]), shared[rows])]
 
 
 def _gumbel_argmax(bench: Bench) -> Run:

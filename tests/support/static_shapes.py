@@ -63,6 +63,11 @@ class _Methods(TorchFunctionMode):
         if name in _METHODS and function is getattr(torch.Tensor, name, None):
             raise _error(f"Tensor.{name}", "the host waits for a value")
         if function is torch.Tensor.__setitem__ and isinstance(args[2], int | float):
+            if _has_tensor(args[1]):
+                raise _error("Tensor.__setitem__", "a number set at rows that a tensor names is copied to the device")
+            indexes = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(index, torch.Tensor) for index in indexes):
+                raise _error("Tensor.__setitem__", "a number goes to the device as a tensor of its own")
             return _set_item(function, args)
         return function(*args, **(kwargs or {}))
 
@@ -120,6 +125,10 @@ def _fault_of_arguments(name: str, args: Any, kwargs: Any) -> str | None:
     elif name == "copy_" and args[0].device != args[1].device:
         return f"a copy from {args[1].device} to {args[0].device}"
     return None
+
+
+def _has_tensor(index: Any) -> bool:
+    return any(isinstance(part, torch.Tensor) for part in (index if isinstance(index, tuple) else (index,)))
 
 
 def _sets_items() -> bool:

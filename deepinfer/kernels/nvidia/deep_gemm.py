@@ -24,7 +24,7 @@ from deepinfer.kernels.nvidia.experts import ExpertMLP as TritonExperts
 from deepinfer.kernels.nvidia.experts import Fp4Weights
 from deepinfer.kernels.nvidia.fp8_weights import Fp8Weight, reblock_fp8, recast_fp4
 from deepinfer.kernels.nvidia.gemm import QuantizedLinear as TritonLinear
-from deepinfer.kernels.ops import Numerics
+from deepinfer.kernels.ops import ExpertRows, Numerics
 from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles
 from deepinfer.kernels.registry import Implementation
 from deepinfer.log import get_logger
@@ -103,7 +103,7 @@ class GroupedLinear:
 def _swiglu_cast_kernel(
     both_ptr,
     weights_ptr,
-    source_ptr,
+    copy_ptr,
     codes_ptr,
     scale_ptr,
     num_rows,
@@ -115,15 +115,15 @@ def _swiglu_cast_kernel(
 ):
     """SwiGLU of gate and up side by side, times the routing weight, rounded to bf16, then cast."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    source = tl.load(source_ptr + rows, mask=rows < num_rows, other=-1)
-    inside = source >= 0
+    copy = tl.load(copy_ptr + rows, mask=rows < num_rows, other=-1)
+    inside = copy >= 0
     first = tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     wanted = inside[:, None] & (columns < WIDTH)[None, :]
     place = both_ptr + rows[:, None] * (2 * WIDTH) + columns[None, :]
     gate = tl.minimum(tl.load(place, mask=wanted, other=0.0).to(tl.float32), limit)
     up = tl.load(place + WIDTH, mask=wanted, other=0.0).to(tl.float32)
-    weight = tl.load(weights_ptr + source, mask=inside, other=0.0)
+    weight = tl.load(weights_ptr + copy, mask=inside, other=0.0)
     values = gate * (1.0 / (1.0 + tl.exp(-gate))) * tl.minimum(tl.maximum(up, -limit), limit)
     rounded = (weight[:, None] * values).to(tl.bfloat16).to(tl.float32)
     store_cast(rounded, codes_ptr, scale_ptr, rows, inside, first, WIDTH, stride, ROWS, BLOCK)
@@ -162,20 +162,20 @@ class ExpertMLP:
     def __call__(
         self,
         rows: Tensor,
+        expert_ids: Tensor,
         weights: Tensor,
-        tokens_per_expert: Tensor,
         experts: Fp8Experts | Fp4Weights,
         *,
         limit: float,
-    ) -> Tensor:
+    ) -> ExpertRows:
         if isinstance(experts, Fp4Weights):
-            return TritonExperts(self.numerics)(rows, weights, tokens_per_expert, experts, limit=limit)
-        if not len(rows):
-            return torch.empty_like(rows)
-        layout = lay_out_experts(tokens_per_expert, len(rows), tile=GROUP)
+            return TritonExperts(self.numerics)(rows, expert_ids, weights, experts, limit=limit)
+        layout = lay_out_experts(expert_ids, num_experts=len(experts.down.codes), tile=GROUP)
+        if not layout.num_places:
+            return ExpertRows(rows[:0], layout.places)
         both = _grouped_product(cast_fp8(rows, layout.source, layout.num_places), experts.gate_up, layout)
         hidden = _swiglu_cast(both, weights, layout, limit)
-        return _grouped_product(hidden, experts.down, layout).index_select(0, layout.place)
+        return ExpertRows(_grouped_product(hidden, experts.down, layout), layout.places)
 
 
 def _grouped_product(x: tuple[Tensor, Tensor], weight: Fp8Weight, layout: ExpertLayout) -> Tensor:
@@ -191,7 +191,7 @@ def _swiglu_cast(both: Tensor, weights: Tensor, layout: ExpertLayout, limit: flo
     _swiglu_cast_kernel[(triton.cdiv(layout.num_places, _CAST_ROWS), triton.cdiv(width, 512))](
         both,
         weights.contiguous(),
-        layout.source,
+        layout.copy,
         codes.view(torch.uint8),
         scales,
         layout.num_places,

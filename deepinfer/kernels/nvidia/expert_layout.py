@@ -9,18 +9,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_CHUNK = 512  # copies that one program finds the places of
+_STEP = 64
+_CHUNKS_AT_ONCE = 32
+
 
 @dataclass(slots=True, frozen=True)
 class ExpertLayout:
-    """P padded places, all int32: `expert` [P] and `source` [P], the row there (-1: padding); `place` [N] of each row,
-    0 for rows that belong to no expert.
+    """P padded places, all int32: `expert` [P]; `source` [P], the row there, and `copy` [P], its flat number among the
+    copies; all -1 at padding. `places` [R, C] of each copy, -1 if it goes to no expert.
 
-    P depends on N and the number of experts only, never on the counts: nothing waits for the device.
+    P depends on the number of copies and of experts only, never on who goes where: nothing waits for the device.
     """
 
     expert: Tensor
     source: Tensor
-    place: Tensor
+    copy: Tensor
+    places: Tensor
 
     @property
     def num_places(self) -> int:
@@ -29,51 +34,94 @@ class ExpertLayout:
 
 
 @triton.jit
-def _layout_kernel(
+def _count_kernel(ids_ptr, counts_ptr, num_copies, NUM_BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr):
+    """How many of a chunk's copies go to each expert."""
+    experts = tl.arange(0, NUM_BLOCK)
+    total = tl.zeros((NUM_BLOCK,), tl.int32)
+    for start in range(0, CHUNK, STEP):
+        copies = tl.program_id(0) * CHUNK + start + tl.arange(0, STEP)
+        ids = tl.load(ids_ptr + copies, mask=copies < num_copies, other=-1).to(tl.int32)
+        total += tl.sum((ids[:, None] == experts[None, :]).to(tl.int32), 0)
+    tl.store(counts_ptr + tl.program_id(0) * NUM_BLOCK + experts, total)
+
+
+@triton.jit
+def _place_kernel(
+    ids_ptr,
     counts_ptr,
     expert_ptr,
     source_ptr,
+    copy_ptr,
     place_ptr,
-    num_rows,
-    NUM: tl.constexpr,
+    num_copies,
+    num_chunks,
+    num_tiles,
+    COPIES: tl.constexpr,
     NUM_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNKS_AT_ONCE: tl.constexpr,
 ):
-    """One program fills one tile, and the places of those of TILE rows that belong to no expert."""
-    tile = tl.program_id(0)
+    """A program places the copies of one chunk, in order, and marks one tile: whose it is, and where it is padding."""
+    number = tl.program_id(0)
     experts = tl.arange(0, NUM_BLOCK)
-    counts = tl.load(counts_ptr + experts, mask=experts < NUM, other=0).to(tl.int32)
-    tiles = (counts + TILE - 1) // TILE
+    total, before = tl.zeros((NUM_BLOCK,), tl.int32), tl.zeros((NUM_BLOCK,), tl.int32)
+    for start in range(0, num_chunks, CHUNKS_AT_ONCE):
+        chunks = start + tl.arange(0, CHUNKS_AT_ONCE)
+        place = counts_ptr + chunks[:, None] * NUM_BLOCK + experts[None, :]
+        counts = tl.load(place, mask=(chunks < num_chunks)[:, None], other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where((chunks < number)[:, None], counts, 0), 0)
+    tiles = (total + TILE - 1) // TILE
     ends = tl.cumsum(tiles, 0)
-    own = (tile < ends) & (tile >= ends - tiles)
-    expert = tl.sum(tl.where(own, experts, 0), 0)
-    count = tl.sum(tl.where(own, counts, 0), 0)
-    begin = tl.sum(tl.where(own, tl.cumsum(counts, 0) - counts, 0), 0)
-    first = tl.sum(tl.where(own, ends - tiles, 0), 0)
-    places = tile * TILE + tl.arange(0, TILE)
-    inner = places - first * TILE
-    taken = inner < count
-    tl.store(expert_ptr + places, tl.where(taken, expert, -1))
-    tl.store(source_ptr + places, tl.where(taken, begin + inner, -1))
-    tl.store(place_ptr + begin + inner, places, mask=taken)
-    tl.store(place_ptr + places, 0, mask=(places >= tl.sum(counts, 0)) & (places < num_rows))
+    if number < num_chunks:
+        free = (ends - tiles) * TILE + before
+        for start in range(0, CHUNK, STEP):
+            copies = number * CHUNK + start + tl.arange(0, STEP)
+            ids = tl.load(ids_ptr + copies, mask=copies < num_copies, other=-1).to(tl.int32)
+            goes = (ids[:, None] == experts[None, :]).to(tl.int32)
+            places = tl.sum(goes * (free[None, :] + tl.cumsum(goes, 0) - 1), 1)
+            tl.store(source_ptr + places, copies // COPIES, mask=ids >= 0)
+            tl.store(copy_ptr + places, copies, mask=ids >= 0)
+            tl.store(place_ptr + copies, tl.where(ids >= 0, places, -1), mask=copies < num_copies)
+            free += tl.sum(goes, 0)
+    if number < num_tiles:
+        own = (number < ends) & (number >= ends - tiles)
+        expert = tl.sum(tl.where(own, experts, 0), 0)
+        end = tl.sum(tl.where(own, (ends - tiles) * TILE + total, 0), 0)
+        places = number * TILE + tl.arange(0, TILE)
+        tl.store(expert_ptr + places, tl.where(places < end, expert, -1))
+        tl.store(source_ptr + places, -1, mask=places >= end)
+        tl.store(copy_ptr + places, -1, mask=places >= end)
 
 
-def lay_out_experts(tokens_per_expert: Tensor, num_rows: int, *, tile: int) -> ExpertLayout:
-    """Return the layout of `num_rows` rows ordered by expert, `tokens_per_expert` [E] of them each, the rest behind."""
-    num_experts, device = len(tokens_per_expert), tokens_per_expert.device
-    num_tiles = num_rows // tile + min(num_experts, num_rows)
-    expert = torch.empty(num_tiles * tile, dtype=torch.int32, device=device)
-    source, place = torch.empty_like(expert), torch.empty(num_rows, dtype=torch.int32, device=device)
-    if num_tiles:
-        _layout_kernel[(num_tiles,)](
-            tokens_per_expert,
+def lay_out_experts(expert_ids: Tensor, *, num_experts: int, tile: int) -> ExpertLayout:
+    """Return the layout of the copies `expert_ids` [R, C] int64 (-1: no expert), those of an expert in their order."""
+    num_copies, device = expert_ids.numel(), expert_ids.device
+    num_tiles = num_copies // tile + min(num_experts, num_copies)
+    expert, source, copy = torch.empty(3, num_tiles * tile, dtype=torch.int32, device=device)
+    places = torch.empty(expert_ids.shape, dtype=torch.int32, device=device)
+    if num_copies:
+        num_chunks, block = triton.cdiv(num_copies, _CHUNK), triton.next_power_of_2(num_experts)
+        counts = torch.empty(num_chunks, block, dtype=torch.int32, device=device)
+        expert_ids = expert_ids.contiguous()
+        _count_kernel[(num_chunks,)](expert_ids, counts, num_copies, NUM_BLOCK=block, CHUNK=_CHUNK, STEP=_STEP)
+        _place_kernel[(max(num_chunks, num_tiles),)](
+            expert_ids,
+            counts,
             expert,
             source,
-            place,
-            num_rows,
-            NUM=num_experts,
-            NUM_BLOCK=triton.next_power_of_2(num_experts),
+            copy,
+            places,
+            num_copies,
+            num_chunks,
+            num_tiles,
+            COPIES=expert_ids.shape[1],
+            NUM_BLOCK=block,
             TILE=tile,
+            CHUNK=_CHUNK,
+            STEP=_STEP,
+            CHUNKS_AT_ONCE=_CHUNKS_AT_ONCE,
         )
-    return ExpertLayout(expert, source, place)
+    return ExpertLayout(expert, source, copy, places)

@@ -14,7 +14,7 @@ from deepinfer.kernels.nvidia.casts import fp8_values
 from deepinfer.kernels.nvidia.expert_layout import ExpertLayout, lay_out_experts
 from deepinfer.kernels.nvidia.moe import SwiGLU
 from deepinfer.kernels.nvidia.number_formats import decode_e2m1, decode_e8m0, spread
-from deepinfer.kernels.ops import Numerics
+from deepinfer.kernels.ops import ExpertRows, Numerics
 
 _TILE = 64
 
@@ -27,18 +27,21 @@ def _grouped_kernel(
     out_ptr,
     expert_ptr,
     source_ptr,
+    GATHER: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """A tile of one expert's rows times its FP4 weights [N, K / 2] -> out [place, N]."""
+    """A tile of one expert's rows times its FP4 weights [N, K / 2] -> out [place, N]; x by row or by place."""
     places = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.load(expert_ptr + tl.program_id(1) * ROWS).to(tl.int64)
     if expert >= 0:
         source = tl.load(source_ptr + places).to(tl.int64)
         inside = source >= 0
+        if not GATHER:
+            source = places
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         weight_ptr += expert * N * (K // 2)
         scale_ptr += expert * N * (K // 32)
@@ -84,22 +87,23 @@ class ExpertMLP:
         return Fp4Weights(gate, gate_scale, up, up_scale, down, down_scale)
 
     def __call__(
-        self, rows: Tensor, weights: Tensor, tokens_per_expert: Tensor, experts: Fp4Weights, *, limit: float
-    ) -> Tensor:
-        if not len(rows):
-            return torch.empty_like(rows)
-        layout = lay_out_experts(tokens_per_expert, len(rows), tile=_TILE)
+        self, rows: Tensor, expert_ids: Tensor, weights: Tensor, experts: Fp4Weights, *, limit: float
+    ) -> ExpertRows:
+        layout = lay_out_experts(expert_ids, num_experts=len(experts.down), tile=_TILE)
+        if not layout.num_places:
+            return ExpertRows(rows[:0], layout.places)
         x = self._cast(rows)
-        gate = _product(x, experts.gate, experts.gate_scale, layout)[layout.place]
-        up = _product(x, experts.up, experts.up_scale, layout)[layout.place]
-        hidden = self._cast(SwiGLU(self.numerics)(gate, up, limit=limit, weights=weights))
-        return _product(hidden, experts.down, experts.down_scale, layout)[layout.place]
+        gate = _product(x, experts.gate, experts.gate_scale, layout, gather=True)
+        up = _product(x, experts.up, experts.up_scale, layout, gather=True)
+        factors = weights.flatten()[layout.copy.clamp_min(0)]
+        hidden = self._cast(SwiGLU(self.numerics)(gate, up, limit=limit, weights=factors))
+        return ExpertRows(_product(hidden, experts.down, experts.down_scale, layout, gather=False), layout.places)
 
     def _cast(self, x: Tensor) -> Tensor:
         return fp8_values(x) if self.numerics.quantise_activations else x
 
 
-def _product(x: Tensor, weight: Tensor, scale: Tensor, layout: ExpertLayout) -> Tensor:
+def _product(x: Tensor, weight: Tensor, scale: Tensor, layout: ExpertLayout, *, gather: bool) -> Tensor:
     """[P, N] in the padded places; those of no row are unwritten."""
     _, n, half = weight.shape
     out = torch.empty(layout.num_places, n, dtype=x.dtype, device=x.device)
@@ -110,6 +114,7 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor, layout: ExpertLayout) -> 
         out,
         layout.expert,
         layout.source,
+        GATHER=gather,
         N=n,
         K=2 * half,
         ROWS=_TILE,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
-from deepinfer.kernels.ops import Numerics
+from deepinfer.kernels.ops import ExpertRows, Numerics
 
 
 @triton.jit
@@ -80,13 +80,17 @@ def _swiglu_kernel(
 
 
 @triton.jit
-def _combine_kernel(rows_ptr, shared_ptr, out_ptr, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(
+    values_ptr, places_ptr, shared_ptr, out_ptr, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    total = tl.load(rows_ptr + row * NUM * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    for column in tl.static_range(1, NUM):
-        total += tl.load(rows_ptr + (row * NUM + column) * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for column in tl.static_range(NUM):
+        place = tl.load(places_ptr + row * NUM + column).to(tl.int64)
+        known = columns < tl.where(place < 0, 0, WIDTH)
+        total += tl.load(values_ptr + place * WIDTH + columns, mask=known, other=0.0).to(tl.float32)
     total += tl.load(shared_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * WIDTH + columns, total, mask=inside)
 
@@ -147,13 +151,19 @@ class CombineExperts:
 
     numerics: Numerics
 
-    def __call__(self, expert_rows: Tensor, shared: Tensor) -> Tensor:
-        num_rows, num_columns, hidden = expert_rows.shape
+    def __call__(self, expert_rows: ExpertRows, shared: Tensor) -> Tensor:
+        (num_rows, num_columns), hidden = expert_rows.places.shape, shared.shape[1]
         out = torch.empty(num_rows, hidden, dtype=self.numerics.dtype, device=shared.device)
         if num_rows:
             block = min(1024, triton.next_power_of_2(hidden))
             _combine_kernel[(num_rows, triton.cdiv(hidden, block))](
-                expert_rows.contiguous(), shared.contiguous(), out, NUM=num_columns, WIDTH=hidden, BLOCK=block
+                expert_rows.values,
+                expert_rows.places.contiguous(),
+                shared.contiguous(),
+                out,
+                NUM=num_columns,
+                WIDTH=hidden,
+                BLOCK=block,
             )
         return out
 

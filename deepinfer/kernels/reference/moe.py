@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.ops import Numerics
+from deepinfer.kernels.ops import ExpertRows, Numerics
 from deepinfer.kernels.reference.abilities import implementation
 from deepinfer.kernels.reference.elementwise import sigmoid, softplus
 from deepinfer.kernels.reference.gemm import activation_values
@@ -55,7 +55,7 @@ class PreparedExperts:
 
 @dataclass(slots=True, frozen=True)
 class ExpertMLP:
-    """`ops.ExpertMLP`: rows of an expert go through in padded tiles of their own."""
+    """`ops.ExpertMLP`: copies that go to an expert go through in padded tiles of their own."""
 
     numerics: Numerics
 
@@ -66,29 +66,38 @@ class ExpertMLP:
         return PreparedExperts(gate_up, dequantize_fp4(down, down_scale))
 
     def __call__(
-        self, rows: Tensor, weights: Tensor, tokens_per_expert: Tensor, experts: PreparedExperts, *, limit: float
-    ) -> Tensor:
-        dtype, (places, tile_experts) = self.numerics.dtype, _place_rows(tokens_per_expert)
-        num_rows = len(places)
+        self, rows: Tensor, expert_ids: Tensor, weights: Tensor, experts: PreparedExperts, *, limit: float
+    ) -> ExpertRows:
+        copies, counts = _order_copies(expert_ids, num_experts=len(experts.down))
+        tile_places, tile_experts = _place_copies(counts)
+        sources, dtype = copies // expert_ids.shape[1], self.numerics.dtype
         values = rows.new_zeros(len(tile_experts) * ROW_TILE, rows.shape[1], dtype=torch.float32)
-        values[places] = activation_values(rows[:num_rows], self.numerics)
-        gate, up = matmul_tiles(values, experts.gate_up, tile_experts)[places].to(dtype).chunk(2, 1)
-        hidden = SwiGLU(self.numerics)(gate, up, limit=limit, weights=weights[:num_rows])
+        values[tile_places] = activation_values(rows[sources], self.numerics)
+        gate, up = matmul_tiles(values, experts.gate_up, tile_experts)[tile_places].to(dtype).chunk(2, 1)
+        hidden = SwiGLU(self.numerics)(gate, up, limit=limit, weights=weights.flatten()[copies])
         values = values.new_zeros(len(values), hidden.shape[1])
-        values[places] = activation_values(hidden, self.numerics)
-        out = torch.full_like(rows, torch.nan, dtype=dtype)
-        out[:num_rows] = matmul_tiles(values, experts.down, tile_experts)[places].to(dtype)
-        return out
+        values[tile_places] = activation_values(hidden, self.numerics)
+        places = torch.full_like(expert_ids, -1).flatten()
+        places[copies] = tile_places
+        return ExpertRows(matmul_tiles(values, experts.down, tile_experts).to(dtype), places.view_as(expert_ids))
 
 
-def _place_rows(tokens_per_expert: Tensor) -> tuple[Tensor, list[int]]:
-    """Give every expert whole tiles: the place of each of their rows among the padded rows, the expert of each tile."""
-    tiles = -(-tokens_per_expert // ROW_TILE)
-    expert = torch.repeat_interleave(tokens_per_expert)
-    first_row = tokens_per_expert.cumsum(0) - tokens_per_expert
+def _order_copies(expert_ids: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The flat numbers [n] of the copies that go to an expert, ordered by expert, and how many each expert gets."""
+    flat = expert_ids.flatten()
+    copies = (flat >= 0).nonzero().squeeze(1)
+    chosen = flat[copies]
+    return copies[torch.argsort(chosen, stable=True)], torch.bincount(chosen, minlength=num_experts)
+
+
+def _place_copies(counts: Tensor) -> tuple[Tensor, list[int]]:
+    """Give every expert whole tiles: the place of each of its copies among the padded rows, the expert of each tile."""
+    tiles = -(-counts // ROW_TILE)
+    expert = torch.repeat_interleave(counts)
+    first_copy = counts.cumsum(0) - counts
     first_place = (tiles.cumsum(0) - tiles) * ROW_TILE
-    rows = torch.arange(len(expert), device=expert.device)
-    places = rows - first_row[expert] + first_place[expert]
+    copies = torch.arange(len(expert), device=expert.device)
+    places = copies - first_copy[expert] + first_place[expert]
     return places, torch.repeat_interleave(tiles).tolist()
 
 
@@ -98,10 +107,12 @@ class CombineExperts:
 
     numerics: Numerics
 
-    def __call__(self, expert_rows: Tensor, shared: Tensor) -> Tensor:
-        total = expert_rows[:, 0].float()
-        for column in range(1, expert_rows.shape[1]):
-            total = total + expert_rows[:, column].float()
+    def __call__(self, expert_rows: ExpertRows, shared: Tensor) -> Tensor:
+        nothing = expert_rows.values.new_zeros(1, shared.shape[1])
+        values, places = torch.cat((expert_rows.values, nothing)), expert_rows.places  # -1 is the last row
+        total = values[places[:, 0]].float()
+        for column in range(1, places.shape[1]):
+            total = total + values[places[:, column]].float()
         return (total + shared.float()).to(self.numerics.dtype)
 
 

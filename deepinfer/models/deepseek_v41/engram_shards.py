@@ -7,6 +7,7 @@ from torch import Tensor
 
 from deepinfer.distributed.expert_order import first_expert
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
+from deepinfer.kernels.ops import ExpertRows
 from deepinfer.models.deepseek_v41.weight_types import EngramTable
 
 
@@ -33,11 +34,12 @@ def fetch_rows(
     targets = torch.tensor(experts, dtype=torch.int64, device=rows.device)[owners]
     ones = torch.ones(len(rows), 1, dtype=torch.float32, device=rows.device)
     asked = dispatcher.dispatch(rows.unsqueeze(1), targets.unsqueeze(1), ones)
-    # what belongs to nobody may hold any number
-    places = (asked.rows.flatten() - table.first_row).clamp(0, len(table.weight) - 1)
+    places = asked.rows.flatten() - table.first_row
     # gathered as bytes: indexing has no FP8 kernel everywhere
     found = torch.cat([table.weight.view(torch.uint8)[places], table.scale[places]], dim=1)
-    answers = dispatcher.combine(found, asked).flatten(0, 1)
+    numbers = torch.arange(len(found), device=found.device).view_as(asked.expert_ids)
+    returned = dispatcher.combine(ExpertRows(found, numbers), asked)
+    answers = returned.values[returned.places.flatten()]
     width = table.weight.shape[1]
     return answers[:, :width].contiguous().view(torch.float8_e4m3fn), answers[:, width:].contiguous()
 

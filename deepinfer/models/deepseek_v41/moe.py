@@ -37,9 +37,7 @@ class MixtureOfExperts:
         expert_ids, weights = kernels.route_tokens(logits, self.bias, num_chosen=self.num_chosen, scale=self.scale)
         expert_ids = expert_ids.masked_fill(is_padding.unsqueeze(1), -1)
         arrived = dispatcher.dispatch(hidden, expert_ids, weights)
-        rows = kernels.expert_mlp(
-            arrived.rows, arrived.weights, arrived.tokens_per_expert, self.experts, limit=self.limit
-        )
+        rows = kernels.expert_mlp(arrived.rows, arrived.expert_ids, arrived.weights, self.experts, limit=self.limit)
         return kernels.combine_experts(dispatcher.combine(rows, arrived), self._shared(hidden))
 
     def _shared(self, hidden: Tensor) -> Tensor:
