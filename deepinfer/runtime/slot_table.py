@@ -163,7 +163,7 @@ class SlotTable:
         kept = torch.where(real[:, None] > 0, token_ids, 0).to(torch.int32)
         self.token_table[real[:, None], columns] = kept
         self.num_tokens[real] += counts
-        self.num_drafts[real] = 0
+        self.num_drafts.index_fill_(0, real, 0)
 
     def room_for_drafts(self, slots: torch.Tensor) -> torch.Tensor:
         """Return [n] int64: how many drafts a step can use, at most those that are there; -1: the sequence has ended.
