@@ -16,7 +16,7 @@ from deepinfer.models.deepseek_v41.engram_shards import rows_of_share
 from deepinfer.models.deepseek_v41.weight_types import EngramTable
 
 NUM_ROWS, WIDTH, NUM_EXPERTS = 1001, 64, 7
-NUM_TOKENS = (5, 0, 1)
+NUM_TOKENS = (5, 0, 1, 3)
 
 
 def _table() -> EngramTable:
@@ -49,7 +49,7 @@ def _worker(groups: ProcessGroups, _: None) -> torch.Tensor:
     return _look_up(share, _rows(dispatcher.rank), dispatcher)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_spread_tables_give_the_rows_of_the_whole_table(num_ranks: int) -> None:
     """Also on a rank without tokens, and for the first and the last row."""
     for rank, found in enumerate(run_ranks(_worker, num_ranks, None)):
