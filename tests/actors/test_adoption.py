@@ -149,6 +149,7 @@ def test_another_engine_than_asked_for_is_refused_and_left_alone(up) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ranks_without_a_driver_end_in_time_and_give_their_places_back(up) -> None:
     engine = up(small_config(prefill=1, decode=2, orphan_timeout_seconds=6.0))
     time.sleep(9.0)
@@ -198,6 +199,7 @@ def test_a_driver_that_was_only_cut_off_leaves_the_ranks_to_its_successor(up) ->
     answer(again, "after", 5)
 
 
+@pytest.mark.slow
 def test_a_rank_that_breaks_is_named_with_its_cause_in_a_shared_job(up) -> None:
     """P60: a job hears what broke inside a rank, in its rows and at the end of the engine."""
     engine = up(small_config())
