@@ -94,10 +94,10 @@ class ModelRunner:
         return self._table.max_drafts
 
     def record_graphs(self) -> None:
-        """Record the decode steps that will run as graphs, so that no request waits for it."""
+        """Record the largest decode step, so that its memory is taken before others want it; the rest on first use."""
         if self._graphs is not None and self._speculation.capturable:
             with torch.inference_mode():
-                self._graphs.record_all("whole", self._run_whole)
+                self._graphs.record_largest("whole", self._run_whole)
 
     def run_padding(self, num_sequences: int, num_rows: int) -> None:
         """Run a decode step of that size whose rows are all padding: to see what it needs."""

@@ -6,6 +6,7 @@ own; all else that a step reads and writes is the slot table and the caches.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
@@ -39,11 +40,9 @@ class StepGraphs:
         self._rows: dict[tuple[int, int], DecodeRows] = {}
         self._replays: dict[tuple[str, int, int], Callable[[], Any]] = {}
 
-    def record_all(self, name: str, work: Callable[[DecodeRows], object]) -> None:
-        """Record `work` for all sizes with all drafts, the largest first: they share memory."""
-        for size in reversed(self.sizes):
-            self._recorded(name, work, size, self._max_drafts)
-        _LOGGER.info("recorded decode steps of %s sequences", ", ".join(map(str, self.sizes)))
+    def record_largest(self, name: str, work: Callable[[DecodeRows], object]) -> None:
+        """Record `work` with all sequences and drafts. What it needs serves the other tiers too: they share memory."""
+        self._recorded(name, work, self.sizes[-1], self._max_drafts)
 
     def run(
         self, name: str, work: Callable[[DecodeRows], Any], slots: torch.Tensor, num_drafts: torch.Tensor, max_rows: int
@@ -72,7 +71,10 @@ class StepGraphs:
             rows = self._rows.setdefault((size, drafts_per_slot), self._empty_rows(size, drafts_per_slot))
             rows.slots.zero_()
             rows.num_drafts.fill_(-1)
+            begin = time.monotonic()
             self._replays[key] = self._capture(lambda: work(rows))
+            seconds = time.monotonic() - begin
+            _LOGGER.info("recorded steps (%s) of %d sequences, %d rows in %.1f s", name, size, rows.num_rows, seconds)
         return self._replays[key]
 
     def _empty_rows(self, size: int, drafts_per_slot: int) -> DecodeRows:

@@ -105,8 +105,8 @@ def test_tiers_change_no_answer_under_drafts(oracle: type[OracleDrafter], costs:
 def test_a_step_takes_the_smallest_tier_and_pads_it() -> None:
     seen: list[tuple[list[int], list[int], int]] = []
     graphs = StepGraphs(_capture, max_sequences=6, max_drafts=3, device=torch.device("cpu"))
-    graphs.record_all("work", lambda rows: seen.append((rows.slots.tolist(), rows.num_drafts.tolist(), rows.num_rows)))
-    assert [rows for _, _, rows in seen] == [24, 16, 8, 4]
+    graphs.record_largest("work", lambda rows: seen.append((rows.slots.tolist(), [], rows.num_rows)))
+    assert seen == [([0] * 6, [], 24)]
     seen.clear()
 
     def work(rows: Any) -> None:
