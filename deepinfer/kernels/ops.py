@@ -254,6 +254,25 @@ class PairCompress(Protocol):
     def __call__(self, rows: Tensor, stored: Tensor, first_rows: Tensor) -> Tensor: ...
 
 
+class LatentRecords(Protocol):
+    """Records uint8 [T, bytes] of latents: `record.pack(Rotate(RMSNorm(latent)))`, written into `out` if that is given.
+
+    `latent` [T, d] in the model dtype, rows may lie apart; rounds where the three do.
+    """
+
+    def __call__(
+        self,
+        latent: Tensor,
+        weight: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        *,
+        epsilon: float,
+        record: RecordFormat,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+
 class LocateEntries(Protocol):
     """Pool rows int32 [T, k] of `entries` [T, k] int64 of each row's own sequence, see `PagedRows`; -1 stays -1."""
 

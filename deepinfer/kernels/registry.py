@@ -37,6 +37,7 @@ _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
         "deepinfer.kernels.nvidia.gemm",
         "deepinfer.kernels.nvidia.hyper_connection",
         "deepinfer.kernels.nvidia.index_select",
+        "deepinfer.kernels.nvidia.latent_records",
         "deepinfer.kernels.nvidia.moe",
         "deepinfer.kernels.nvidia.norm",
         "deepinfer.kernels.nvidia.sampling",
@@ -129,6 +130,7 @@ class KernelSet:
     engram_lookup: ops.EngramLookup
     engram_gate: ops.EngramGate
     pair_compress: ops.PairCompress
+    latent_records: ops.LatentRecords
     locate_entries: ops.LocateEntries
     index_select: ops.IndexSelect
     sparse_attention: ops.SparseAttention

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from support.op_cases import Bench, same
+from support.op_cases import Bench, close, same
 
 from deepinfer.kernels.nvidia.flat_pool import RecordFormats, flat_pool, row_numbers
+from deepinfer.kernels.nvidia.latent_records import LatentRecords
 
 
 def check_flat_pool(bench: Bench) -> None:
@@ -16,6 +17,14 @@ def check_flat_pool(bench: Bench) -> None:
         values = bench.wide(3 * bench.sizes.rows, width)
         same(own.unpack(own.pack(values)), packed.unpack(packed.pack(values)))
         assert own.name != packed.name, "ranks with other records must not exchange them"
+        if kind == "window":
+            sizes = bench.sizes
+            latent, weight = bench.normal(sizes.rows, width), bench.normal(width)
+            angle = bench.normal(sizes.rows, sizes.rotary // 2, dtype=torch.float32, scale=100)
+            turned = [latent, weight, angle.cos(), angle.sin()]
+            found = LatentRecords(bench.kernels.numerics)(*turned, epsilon=1e-6, record=own)
+            wanted = bench.reference.latent_records(*turned, epsilon=1e-6, record=packed)
+            close(own.unpack(found), packed.unpack(wanted), 5e-3)
     rows = torch.zeros(70 + 30 + 50 + 9, 2 * width, dtype=torch.uint8, device=bench.device)
     _, ring, main, step = rows.split([70, 30, 50, 9])
     rows.view(torch.bfloat16)[:] = torch.arange(len(rows), device=bench.device).unsqueeze(1)

@@ -147,6 +147,25 @@ def check_norm_and_rotation(bench: Bench) -> None:
     for inverse in (False, True):
         wanted = bench.reference.rotate(query, angle.cos(), angle.sin(), inverse=inverse)
         close(bench.kernels.rotate(query.clone(), angle.cos(), angle.sin(), inverse=inverse), wanted, 5e-4)
+    _, apart = bench.normal(sizes.rows, 3 * sizes.head_dim).split([2 * sizes.head_dim, sizes.head_dim], 1)
+    weight = weight[: sizes.head_dim]
+    close(
+        bench.kernels.rms_norm(apart, weight, epsilon=1e-20),
+        bench.reference.rms_norm(apart, weight, epsilon=1e-20),
+        2e-3,
+    )
+    check_latent_records(bench, apart, weight, angle)
+
+
+def check_latent_records(bench: Bench, latent: Tensor, weight: Tensor, angle: Tensor) -> None:
+    """Records of latents, in each format that a device holds."""
+    formats = [kernels.record_formats("window", latent.shape[1]) for kernels in (bench.kernels, bench.reference)]
+    own, packed = formats
+    wanted = bench.reference.latent_records(latent, weight, angle.cos(), angle.sin(), epsilon=1e-20, record=packed)
+    out = torch.empty(len(latent), own.num_bytes, dtype=torch.uint8, device=bench.device)
+    found = bench.kernels.latent_records(latent, weight, angle.cos(), angle.sin(), epsilon=1e-20, record=own, out=out)
+    same(found, out)
+    close(own.unpack(found), packed.unpack(wanted), 5e-3)
 
 
 def check_hyper_connection(bench: Bench) -> None:

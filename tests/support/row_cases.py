@@ -162,6 +162,18 @@ def _pair_compress(bench: Bench) -> Run:
     return lambda rows: [bench.kernels.pair_compress(values[rows], stored, rows)]
 
 
+def _latent_records(bench: Bench) -> Run:
+    sizes, dtype = bench.sizes, bench.kernels.numerics.dtype
+    latent, weight = bench.normal(NUM_ROWS, sizes.head_dim, dtype=dtype), bench.normal(sizes.head_dim, dtype=dtype)
+    angle = bench.normal(NUM_ROWS, sizes.rotary // 2, dtype=torch.float32, scale=100)
+    record = bench.kernels.record_formats("window", sizes.head_dim)
+    return lambda rows: [
+        bench.kernels.latent_records(
+            latent[rows], weight, angle[rows].cos(), angle[rows].sin(), epsilon=1e-6, record=record
+        )
+    ]
+
+
 def _locate_entries(bench: Bench) -> Run:
     table, sequence = bench.integers(0, 900, 4, 6), bench.integers(0, 4, NUM_ROWS)
     entries = bench.integers(-1, 96, NUM_ROWS, bench.sizes.selected)
@@ -310,6 +322,7 @@ CASES: dict[str, Callable[[Bench], Run]] = {
     "engram_lookup": _engram_lookup,
     "engram_gate": _engram_gate,
     "pair_compress": _pair_compress,
+    "latent_records": _latent_records,
     "locate_entries": _locate_entries,
     "index_select": _index_select,
     "sparse_attention": _sparse_attention,

@@ -14,11 +14,11 @@ from deepinfer.kernels.ops import Numerics
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, stride, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    x = tl.load(x_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
     tl.store(out_ptr + row * WIDTH + columns, weight * (x * inverse), mask=inside)
@@ -53,7 +53,7 @@ def _rotate_kernel(
 
 @dataclass(slots=True, frozen=True)
 class RMSNorm:
-    """`ops.RMSNorm`."""
+    """`ops.RMSNorm`; rows may lie apart."""
 
     numerics: Numerics
 
@@ -64,8 +64,10 @@ class RMSNorm:
         if num_rows:
             block = triton.next_power_of_2(width)
             num_warps = 8 if block >= 4096 else 4
+            if x.dim() != 2 or x.stride(1) != 1:
+                x = x.contiguous().view(num_rows, width)
             _rms_norm_kernel[(num_rows,)](
-                x.contiguous(), weight, out, epsilon, WIDTH=width, BLOCK=block, num_warps=num_warps
+                x, weight, out, x.stride(0), epsilon, WIDTH=width, BLOCK=block, num_warps=num_warps
             )
         return out
 

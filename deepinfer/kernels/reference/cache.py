@@ -16,6 +16,7 @@ from torch import Tensor
 from deepinfer.kernels.ops import Numerics, RecordFormat, RecordKind
 from deepinfer.kernels.reference import quantize
 from deepinfer.kernels.reference.abilities import implementation
+from deepinfer.kernels.reference.norm import RMSNorm, Rotate
 
 _Codes = tuple[Tensor, Tensor]
 
@@ -95,6 +96,27 @@ class PairCompress:
 
 
 @dataclass(slots=True, frozen=True)
+class LatentRecords:
+    """`ops.LatentRecords`."""
+
+    numerics: Numerics
+
+    def __call__(
+        self,
+        latent: Tensor,
+        weight: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        *,
+        epsilon: float,
+        record: RecordFormat,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        normed = RMSNorm(self.numerics)(latent, weight, epsilon=epsilon)
+        return record.pack(Rotate(self.numerics)(normed, cosine, sine), out=out)
+
+
+@dataclass(slots=True, frozen=True)
 class LocateEntries:
     """`ops.LocateEntries`."""
 
@@ -108,5 +130,6 @@ IMPLEMENTATIONS = (
     implementation("record_formats", RecordFormats),
     implementation("store_rows", lambda _: StoreRows()),
     implementation("pair_compress", PairCompress),
+    implementation("latent_records", LatentRecords),
     implementation("locate_entries", lambda _: LocateEntries()),
 )

@@ -77,8 +77,16 @@ class Attention:
         kernels = self.kernels
         query_latent, latent = kernels.quantized_linear(hidden, self.down_weight).split(self.down_widths, 1)
         query_latent = kernels.rms_norm(query_latent, self.query_norm, epsilon=self.epsilon)
-        latent = kernels.rms_norm(latent, self.latent_norm, epsilon=self.epsilon)
-        return query_latent, caches.pack_step(kernels.rotate(latent, rotation.cosine, rotation.sine))
+        records = kernels.latent_records(
+            latent,
+            self.latent_norm,
+            rotation.cosine,
+            rotation.sine,
+            epsilon=self.epsilon,
+            record=caches.layout.window_record,
+            out=caches.room_for_step(len(latent)),
+        )
+        return query_latent, records
 
     def queries(self, query_latent: Tensor, rotation: Rotation) -> Tensor:
         """Return queries [T, H, d] from their latents [T, q rank]."""

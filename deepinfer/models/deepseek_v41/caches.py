@@ -69,11 +69,9 @@ class Caches:
     draft_starts: Tensor
     step_rows: Tensor
 
-    def pack_step(self, values: Tensor) -> Tensor:
-        """Return the window records of `values` [T, d]; they hold until the next call."""
-        num_rows = len(values)
-        fits = num_rows <= len(self.step_rows)
-        return self.layout.window_record.pack(values, out=self.step_rows[:num_rows] if fits else None)
+    def room_for_step(self, num_rows: int) -> Tensor | None:
+        """Return room for the window records of a step's own rows, the same for every layer; None: it has too many."""
+        return self.step_rows[:num_rows] if num_rows <= len(self.step_rows) else None
 
     def entries_per_block(self, source: int) -> int:
         """Compressed entries of `source` in one block of the global group."""
