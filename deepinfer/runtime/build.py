@@ -236,11 +236,12 @@ class _Builder:
                 dispatchers=dispatchers,
                 make_drafter=make_drafter,
             ),
-            capture=self.platform.capture if self._uses_graphs else None,
+            capture=self.platform.capture if self.uses_graphs else None,
         )
 
     @property
-    def _uses_graphs(self) -> bool:
+    def uses_graphs(self) -> bool:
+        """Whether decode steps run as graphs, as far as this rank's device is concerned."""
         return self.role == "decode" and self.platform.has_graphs and self.config.decode.graphs == "auto"
 
     def _max_step_rows(self, loaded: _Loaded, size: CacheSize) -> int:
@@ -345,8 +346,9 @@ def build_rank_engine(
         size = builder.size(loaded, groups)
         runner = builder.runner(loaded, size, groups, make_drafter)
     stream = platform.open_stream(f"{role}-{rank}-device")
-    with builder.phase("recording steps"):
-        stream.submit(runner.record_graphs).result()
+    if builder.uses_graphs:
+        with builder.phase("recording steps"):
+            stream.submit(runner.record_graphs).result()
     usable = {name: count - 1 for name, count in size.num_blocks.items()}
     parts = EngineParts(
         role=role,
