@@ -15,6 +15,7 @@ from torch import Tensor
 
 FAN = 8  # values under one maximum of the next level
 _WIDEST = 16384  # values that one program chooses from
+_PIECE = 1024
 
 
 @triton.jit
@@ -25,6 +26,19 @@ def _keys(value_ptr, inside):
     bits = tl.where(bits == 0x8000, 0, bits)  # -0 equals 0
     key = tl.where(bits >= 0x8000, bits ^ 0xFFFF, bits | 0x8000)
     return tl.where(key > 0x7F, key, 0)  # 0x7F is -inf
+
+
+@triton.jit
+def _children(parent_ptr, first, limit, NUM_PARENTS: tl.constexpr, FAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Numbers of the values at places `first` on: the places themselves, or children of parents; `limit` = none."""
+    if NUM_PARENTS > 0:
+        places = first // FAN + tl.arange(0, BLOCK // FAN)
+        parents = tl.load(parent_ptr + places, mask=places < NUM_PARENTS, other=-1)
+        children = parents[:, None] * FAN + tl.arange(0, FAN)[None, :]
+        numbers = tl.reshape(tl.where(parents[:, None] < 0, limit, children), (BLOCK,))
+    else:
+        numbers = first + tl.arange(0, BLOCK)
+    return numbers
 
 
 @triton.jit
@@ -43,47 +57,50 @@ def _choose_kernel(
     SIZE: tl.constexpr,
     NUM: tl.constexpr,
     BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     """One row. Only the children of NUM_PARENTS parents are looked at, if there are any; -1 = no parent.
 
     A value stands for UNIT entries, of which `visible` count (UNIT 0: all count). With NUM_BLOCKS, numbers are places
-    in blocks of SIZE whose numbers `block_ptr` holds.
+    in blocks of SIZE whose numbers `block_ptr` holds. All keys are held for the search of the threshold; then pieces of
+    PIECE are read again and what is chosen of them is written, in order.
     """
     row = tl.program_id(0).to(tl.int64)
+    value_ptr += row * stride
+    parent_ptr += row * NUM_PARENTS
+    out_ptr += row * NUM
     limit = width
     if UNIT > 0:
         limit = tl.minimum((tl.load(visible_ptr + row).to(tl.int32) + UNIT - 1) // UNIT, width)
-    if NUM_PARENTS > 0:
-        parents = tl.arange(0, BLOCK // FAN)
-        inside = parents < NUM_PARENTS
-        parents = tl.load(parent_ptr + row * NUM_PARENTS + parents, mask=inside, other=-1)
-        numbers = parents[:, None] * FAN + tl.arange(0, FAN)[None, :]
-        numbers = tl.reshape(tl.where(parents[:, None] < 0, limit, numbers), (BLOCK,))
-    else:
-        numbers = tl.arange(0, BLOCK)
-    keys = _keys(value_ptr + row * stride + numbers, numbers < limit)
+    numbers = _children(parent_ptr, 0, limit, NUM_PARENTS, FAN, BLOCK)
+    keys = _keys(value_ptr + numbers, numbers < limit)
     threshold = 0  # the NUM-th largest key; 0: there are fewer
     for step in tl.static_range(16):
         trial = threshold | (0x8000 >> step)
         threshold = tl.where(tl.sum((keys >= trial).to(tl.int32), 0) >= NUM, trial, threshold)
-    larger = keys > threshold
-    equal = (keys == threshold) & (keys > 0)
-    # one running count of both kinds: larger keys in the lower half of the word, equal ones in the upper
-    both = tl.where(larger, 1, tl.where(equal, 0x10000, 0))
-    counts, total = tl.cumsum(both, 0), tl.sum(both, 0)
-    num_ties = NUM - (total & 0xFFFF)
-    ties = counts >> 16
-    taken = larger | (equal & (ties <= num_ties))
-    place = (counts & 0xFFFF) + tl.minimum(ties, num_ties) - 1
-    if NUM_BLOCKS > 0:
-        blocks = tl.load(block_ptr + row * NUM_BLOCKS + numbers // SIZE, mask=taken, other=0)
-        numbers = blocks.to(tl.int32) * SIZE + numbers % SIZE
-    out_ptr += row * NUM
-    tl.store(out_ptr + place, numbers.to(out_ptr.dtype.element_ty), mask=taken)
-    written = (total & 0xFFFF) + tl.minimum(total >> 16, num_ties)
-    for start in tl.static_range(0, NUM, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        empty = tl.full((BLOCK,), -1, out_ptr.dtype.element_ty)
+    num_ties = NUM - tl.sum((keys > threshold).to(tl.int32), 0)
+    written, ties = 0, 0
+    for first in range(0, BLOCK, PIECE):
+        here = _children(parent_ptr, first, limit, NUM_PARENTS, FAN, PIECE)
+        piece = _keys(value_ptr + here, here < limit)
+        larger = piece > threshold
+        equal = (piece == threshold) & (piece > 0)
+        # one running count of both kinds: larger keys in the lower half of the word, equal ones in the upper
+        both = tl.where(larger, 1, tl.where(equal, 0x10000, 0))
+        counts, total = tl.cumsum(both, 0), tl.sum(both, 0)
+        ties_here = ties + (counts >> 16)
+        taken = larger | (equal & (ties_here <= num_ties))
+        place = written + (counts & 0xFFFF) + tl.minimum(ties_here, num_ties) - 1
+        if NUM_BLOCKS > 0:
+            blocks = tl.load(block_ptr + row * NUM_BLOCKS + here // SIZE, mask=taken, other=0)
+            here = blocks.to(tl.int32) * SIZE + here % SIZE
+        tl.store(out_ptr + place, here.to(out_ptr.dtype.element_ty), mask=taken)
+        written += total & 0xFFFF
+        ties += total >> 16
+    written += tl.minimum(ties, num_ties)
+    for first in tl.static_range(0, NUM, PIECE):
+        places = first + tl.arange(0, PIECE)
+        empty = tl.full((PIECE,), -1, out_ptr.dtype.element_ty)
         tl.store(out_ptr + places, empty, mask=(places >= written) & (places < NUM))
 
 
@@ -189,6 +206,7 @@ def _choose(
             SIZE=block_size,
             NUM=num_selected,
             BLOCK=block,
-            num_warps=4 if block <= 2048 else 8 if block <= 4096 else 16,
+            PIECE=min(block, _PIECE),
+            num_warps=8 if block <= _WIDEST // 2 else 16,
         )
     return out
