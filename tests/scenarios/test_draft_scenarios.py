@@ -172,6 +172,26 @@ def test_p30_sixteen_seeds_and_one_greedy_text(directory: Path, tokenizer: Token
     assert len({tuple(answer.token_ids) for answer in (expected | drawn).values()}) > 16
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_p32_a_job_of_64_rows_is_repeated_to_the_bit(directory: Path) -> None:
+    """P32: five times the same 64 rows, greedy and drawing, with drafts, in five orders; every bit is equal."""
+    numbers = random.Random(32)
+    prompts = [[numbers.randrange(3, 400) for _ in range(numbers.randrange(1, 30))] for _ in range(64)]
+    requests = [
+        make_request(row, prompt, max_tokens=4, temperature=float(row % 2), seq_seed=row, logprobs=3)
+        for row, prompt in enumerate(prompts)
+    ]
+    settings = ("determinism.batch_invariant=true", "prefill.max_running=7", "decode.max_running=64")
+    first, _ = answer_bits(*(build_tiny_rank(role, directory, *settings) for role in ("prefill", "decode")), requests)
+    assert all(len(bits.token_ids) == 4 for bits in first.values())
+    for _ in range(4):
+        numbers.shuffle(requests)
+        ranks = [build_tiny_rank(role, directory, *settings) for role in ("prefill", "decode")]
+        again, _ = answer_bits(*ranks, requests)
+        assert again == first
+
+
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_p33_copies_of_a_labelling_row_get_one_label(directory: Path, tokenizer: Tokenizer, count: int) -> None:
     """P33: one answer, to the bit of its log-probabilities, whatever else is labelled at the same time."""
