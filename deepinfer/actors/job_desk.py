@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from deepinfer.errors import RequestError
+from deepinfer.log import about, get_logger
 from deepinfer.protocol import FinishCode, Request, RequestFailure, RequestOutput
 
 # How many closed jobs are remembered, against submissions that arrive after the end of their job.
 _MAX_CLOSED_JOBS = 10_000
+_LOGGER = get_logger("driver")
 
 
 class JobDesk:
@@ -54,6 +56,7 @@ class JobDesk:
 
     def refuse(self, job_id: str, request: Request, error: RequestError) -> None:
         """Keep the refusal of a request for its job."""
+        _LOGGER.debug("refused: %s", error, extra=about(request=request.request_id, row=request.label))
         failure = RequestFailure(request_id=request.request_id, index=-1, kind=error.code, text=str(error))
         output = RequestOutput(request_id=request.request_id, finish=FinishCode.ERROR, error=failure)
         self._refused[job_id].append(output)
