@@ -13,7 +13,7 @@ from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.attention import Attention
 from deepinfer.models.deepseek_v41.caches import Caches
 from deepinfer.models.deepseek_v41.config import ModelConfig
-from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, open_streams
+from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, Residual, open_streams
 from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
 from deepinfer.models.deepseek_v41.rope import Rotation, rotation_at, window_frequencies
 from deepinfer.models.deepseek_v41.weight_types import DraftWeights, LayerWeights
@@ -34,18 +34,17 @@ class DraftStage:
 
     def __call__(
         self,
-        streams: Tensor,
-        pre: Tensor,
+        residual: Residual,
         window_rows: Tensor,
         rotation: Rotation,
         is_padding: Tensor,
         inputs: DraftInputs,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the streams [T, M, D] behind this stage and the `pre` [T, M] for the next."""
-        streams, pre = self.around_attention(
-            streams, pre, lambda hidden: self._attend(hidden, window_rows, rotation, inputs.caches)
+    ) -> Residual:
+        """Return the residual behind this stage."""
+        residual = self.around_attention(
+            residual, lambda hidden: self._attend(hidden, window_rows, rotation, inputs.caches)
         )
-        return self.around_experts(streams, pre, lambda hidden: self.experts(hidden, is_padding, inputs.dispatcher))
+        return self.around_experts(residual, lambda hidden: self.experts(hidden, is_padding, inputs.dispatcher))
 
     def _attend(self, hidden: Tensor, window_rows: Tensor, rotation: Rotation, caches: Caches) -> Tensor:
         query_latent, records = self.attention.compress(hidden, rotation, caches)
@@ -85,13 +84,14 @@ class DraftNetwork:
         """See `model_spec.DraftNetwork`."""
         num_sequences, size = len(inputs.slots), self.block_size
         steps = torch.arange(size, device=inputs.slots.device)
-        streams, pre = self._embed(inputs.anchor_ids)
+        residual = self._embed(inputs.anchor_ids)
         rotation = rotation_at((inputs.anchor_positions.unsqueeze(1) + steps).flatten(), self.frequencies)
         window_rows = self._window_rows(inputs).repeat_interleave(size, 0)
         is_padding = inputs.is_padding.repeat_interleave(size)
         for stage in self.stages:
-            streams, pre = stage(streams, pre, window_rows, rotation, is_padding, inputs)
-        hidden = self.kernels.collapse_streams(streams, pre)
+            residual = stage(residual, window_rows, rotation, is_padding, inputs)
+        residual = residual.settled(self.kernels)
+        hidden = self.kernels.collapse_streams(residual.streams, residual.pre)
         normed = self.kernels.rms_norm(hidden, self.norm, epsilon=self.config.rms_norm_eps)
         logits = self.kernels.linear(normed, self.head, out_dtype=torch.float32)
         shape = (num_sequences, size)
@@ -106,8 +106,8 @@ class DraftNetwork:
         joined = torch.cat((hidden.float(), self.markov_embedding[token_ids].float()), -1)
         return self.kernels.linear(joined, self.confidence_weight, out_dtype=torch.float32).squeeze(-1)
 
-    def _embed(self, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The streams [B * block, M, D] of the anchor and the noise tokens, and their `pre`, before the first stage."""
+    def _embed(self, anchor_ids: Tensor) -> Residual:
+        """The residual [B * block, ...] of the anchor and the noise tokens before the first stage."""
         token_ids = anchor_ids.new_full((len(anchor_ids), self.block_size), self.config.dspark_noise_token_id)
         token_ids[:, 0] = anchor_ids
         rows = self.embedding[token_ids.flatten()].to(self.kernels.numerics.dtype)

@@ -22,12 +22,12 @@ class FeatureTap:
     """Collects the mean of the residual streams at the ENTRY of each tapped layer, in layer order."""
 
     def __init__(self, layers: Sequence[int], kernels: KernelSet) -> None:
-        self._layers, self._kernels = layers, kernels
+        self.layers, self._kernels = layers, kernels
         self._features: list[Tensor] = []
 
     def __call__(self, layer: int, streams: Tensor) -> None:
         """Take the streams [T, M, D] that are about to enter `layer`."""
-        if layer in self._layers:
+        if layer in self.layers:
             num_rows, num_streams, _ = streams.shape
             equal = torch.full((num_rows, num_streams), 1 / num_streams, device=streams.device)
             self._features.append(self._kernels.collapse_streams(streams, equal))
@@ -38,7 +38,7 @@ class FeatureTap:
 
     def features(self) -> Tensor:
         """Return [T, taps * D]: what was collected, side by side."""
-        assert len(self._features) == len(self._layers), f"{len(self._features)} of {len(self._layers)} layers tapped"
+        assert len(self._features) == len(self.layers), f"{len(self._features)} of {len(self.layers)} layers tapped"
         return torch.cat(self._features, 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,11 +13,39 @@ from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.weight_types import HyperConnectionWeights
 
 
-def open_streams(rows: Tensor, num_streams: int) -> tuple[Tensor, Tensor]:
-    """Return equal streams [T, M, D] of the embedded `rows` [T, D], and the first `pre` [T, M]: stream 0 alone."""
+@dataclass(slots=True, frozen=True)
+class Update:
+    """A sublayer's output `y` [T, D] and how it enters the streams; see `ops.UpdateStreams`."""
+
+    y: Tensor
+    post: Tensor
+    mix: Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Residual:
+    """Streams [T, M, D] between two sublayers, and `pre` [T, M], which collapses them for the next one.
+
+    `update` is the last sublayer's, not yet in the streams: it goes in together with what the next sublayer needs.
+    """
+
+    streams: Tensor
+    pre: Tensor
+    update: Update | None = None
+
+    def settled(self, kernels: KernelSet) -> Residual:
+        """The same with the update in the streams."""
+        update = self.update
+        if update is None:
+            return self
+        return Residual(kernels.update_streams(self.streams, update.y, update.post, update.mix), self.pre)
+
+
+def open_streams(rows: Tensor, num_streams: int) -> Residual:
+    """Return equal streams of the embedded `rows` [T, D]; the first `pre` takes stream 0 alone."""
     pre = torch.zeros(len(rows), num_streams, device=rows.device)
     pre[:, 0] = 1.0
-    return rows.unsqueeze(1).repeat(1, num_streams, 1), pre
+    return Residual(rows.unsqueeze(1).repeat(1, num_streams, 1), pre)
 
 
 class HyperConnection:
@@ -28,18 +57,17 @@ class HyperConnection:
         self.num_iterations = config.hc_sinkhorn_iters
 
     def __call__(
-        self, streams: Tensor, pre: Tensor, sublayer: Callable[[Tensor], Tensor], *, kept: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Run `sublayer` ([T, D] -> [T, D]) on the normalised collapse of `streams` [T, M, D] by `pre` [T, M].
+        self, residual: Residual, sublayer: Callable[[Tensor], Tensor], *, kept: Tensor | None = None
+    ) -> Residual:
+        """Run `sublayer` ([T, D] -> [T, D]) on the normalised collapse of the streams; its update is left pending.
 
-        Returns the updated streams and the `pre` of the next sublayer. `kept` [K]: the only rows that `sublayer`
-        answers for and that go on, by number.
+        `kept` [K]: the only rows that `sublayer` answers for and that go on, by number.
         """
-        kernels, weights = self.kernels, self.weights
-        hidden = kernels.rms_norm(kernels.collapse_streams(streams, pre), self.norm, epsilon=self.epsilon)
+        streams, hidden = self._enter(residual)
         if kept is not None:
             streams = streams[kept]
-        coefficients = kernels.mix_coefficients(
+        weights = self.weights
+        coefficients = self.kernels.mix_coefficients(
             streams,
             weights.fn,
             weights.scale,
@@ -48,5 +76,14 @@ class HyperConnection:
             mix_epsilon=self.mix_epsilon,
             num_iterations=self.num_iterations,
         )
-        streams = kernels.update_streams(streams, sublayer(hidden), coefficients.post, coefficients.mix)
-        return streams, coefficients.pre
+        return Residual(streams, coefficients.pre, Update(sublayer(hidden), coefficients.post, coefficients.mix))
+
+    def _enter(self, residual: Residual) -> tuple[Tensor, Tensor]:
+        """The settled streams [T, M, D] and the sublayer's input [T, D]."""
+        kernels, update = self.kernels, residual.update
+        if update is None:
+            collapsed = kernels.collapse_streams(residual.streams, residual.pre)
+            return residual.streams, kernels.rms_norm(collapsed, self.norm, epsilon=self.epsilon)
+        return kernels.advance_streams(
+            residual.streams, update.y, update.post, update.mix, residual.pre, self.norm, epsilon=self.epsilon
+        )

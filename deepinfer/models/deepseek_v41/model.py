@@ -14,7 +14,7 @@ from deepinfer.models.deepseek_v41.dspark import DraftNetwork
 from deepinfer.models.deepseek_v41.dspark_rings import DraftRings
 from deepinfer.models.deepseek_v41.engram import Engram, engram_history
 from deepinfer.models.deepseek_v41.engram_constants import EngramConstants
-from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, open_streams
+from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, Residual, open_streams
 from deepinfer.models.deepseek_v41.indexer import Published
 from deepinfer.models.deepseek_v41.kv_exchange import export_kv, import_kv
 from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
@@ -38,7 +38,7 @@ class Layer:
         *,
         upstream_open_pair_keys: bool,
     ) -> None:
-        self.engram = None
+        self.kernels, self.engram = kernels, None
         if weights.engram is not None:
             assert constants is not None
             self.engram = Engram(config, weights.engram, constants, kernels)
@@ -51,25 +51,24 @@ class Layer:
 
     def __call__(
         self,
-        streams: Tensor,
-        pre: Tensor,
+        residual: Residual,
         history: Tensor,
         rows: StepRows,
         inputs: ForwardInputs,
         published: Published,
         cut: Cut | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the streams [T, M, D] behind this layer and the `pre` [T, M] for the next; with `cut` [K, ...]."""
+    ) -> Residual:
+        """Return the residual behind this layer; with `cut` that of its kept rows."""
         if self.engram is not None:
-            streams = self.engram(streams, history, inputs.dispatcher)
-        streams, pre = self.around_attention(
-            streams,
-            pre,
+            residual = residual.settled(self.kernels)
+            residual = Residual(self.engram(residual.streams, history, inputs.dispatcher), residual.pre)
+        residual = self.around_attention(
+            residual,
             lambda hidden: self.attention(hidden, rows, inputs.caches, published, cut),
             kept=None if cut is None else cut.kept,
         )
         is_padding = rows.is_padding if cut is None else cut.behind.is_padding
-        return self.around_experts(streams, pre, lambda hidden: self.experts(hidden, is_padding, inputs.dispatcher))
+        return self.around_experts(residual, lambda hidden: self.experts(hidden, is_padding, inputs.dispatcher))
 
 
 class DeepseekV41:
@@ -129,26 +128,28 @@ class DeepseekV41:
     def forward(self, inputs: ForwardInputs) -> ForwardOutput:
         """See `model_spec.Model`. Behind the first decoder layer only the kept rows of prompts run."""
         assert inputs.kernels is self.kernels, "the weights were prepared for another kernel set"
-        streams, pre = self.embed(inputs.token_ids)
+        residual = self.embed(inputs.token_ids)
         rows, history, logit_rows = self.step_rows(inputs), self.history(inputs), inputs.logit_rows
         cut = self.cut(inputs, rows)
         published = Published()
         tap = None if self.draft_rings is None else self.draft_rings.tap()
         for number, layer in enumerate(self.layers):
-            if tap is not None:
-                tap(number, streams)
+            if tap is not None and number in tap.layers:
+                residual = residual.settled(self.kernels)
+                tap(number, residual.streams)
             here = cut if number == self.config.first_decoder_layer else None
-            streams, pre = layer(streams, pre, history, rows, inputs, published, here)
+            residual = layer(residual, history, rows, inputs, published, here)
             if here is not None:
                 rows, history, logit_rows = here.behind, history[here.kept], here.logit_rows
                 if tap is not None:
                     tap.keep(here.kept)
         if self.draft_rings is not None and tap is not None:
             self.draft_rings.store(tap.features(), rows, inputs.caches)
-        return ForwardOutput(self.logits(streams[logit_rows], pre[logit_rows]))
+        residual = residual.settled(self.kernels)
+        return ForwardOutput(self.logits(residual.streams[logit_rows], residual.pre[logit_rows]))
 
-    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the streams [T, M, D] and the `pre` [T, M] that enter the first layer."""
+    def embed(self, token_ids: Tensor) -> Residual:
+        """Return what enters the first layer."""
         return open_streams(self.embedding[token_ids].to(self.kernels.numerics.dtype), self.config.hc_mult)
 
     def cut(self, inputs: ForwardInputs, rows: StepRows) -> Cut | None:
