@@ -5,6 +5,7 @@ Nothing in it waits for the device: what the host has to learn is copied to it, 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,19 +43,26 @@ from deepinfer.runtime.step_upload import send_together
 from deepinfer.sampling.logprobs import rank_tokens
 from deepinfer.sampling.sampler import sample, unusable_rows
 from deepinfer.scheduler.step_plan import Int32Array, StepPlan
+from deepinfer.speculative.drafter import Drafts
 from deepinfer.structured_outputs.bitmask import StepMasks
+
+_Whole = tuple[Committed, Drafts | None]
 
 
 @dataclass(slots=True, frozen=True)
 class _Started:
-    """A step whose rows run. Either its `logits` are there, or all of it ran as one graph: then `committed` is."""
+    """A step whose rows run. Either its `logits` are there, or all of it ran as one graph: then `whole` is.
+
+    `graph_rows`: the decode rows of a step that runs as graphs.
+    """
 
     sent: dict[str, torch.Tensor]
     chunks: ChunkLogits
     max_position: int
     step: StepInputs | None = None
     logits: torch.Tensor | None = None
-    committed: Committed | None = None
+    graph_rows: DecodeRows | None = None
+    whole: _Whole | None = None
 
 
 class ModelRunner:
@@ -128,9 +136,9 @@ class ModelRunner:
         assert self._started is not None, "the step has not been started"
         started, self._started = self._started, None
         with torch.inference_mode():
-            if started.committed is not None:
+            if started.whole is not None:
                 assert masks is None, "a step of slots with grammars does not run as one graph"
-                return PendingOutput(plan, self._unusable, rows=pending_rows(started.committed, None))
+                return PendingOutput(plan, self._unusable, rows=pending_rows(*started.whole, None))
             assert started.step is not None, "neither logits nor tokens"
             assert started.logits is not None, "neither logits nor tokens"
             self._table.sampling.masks = None if masks is None else masks.to(self._table.device)
@@ -174,26 +182,26 @@ class ModelRunner:
         graphs: StepGraphs,
     ) -> _Started:
         """Run the step as one graph or, if a slot wants more than a plain draw, up to its logits."""
-        tier = decode.slots, decode.num_drafts, decode.num_rows
-        if self._speculation.capturable and self._are_plain(plan):
-            committed = graphs.run("whole", self._run_whole, *tier)
-            return _Started(sent, chunks, max_position, committed=committed)
-        step, logits = graphs.run("rows", self._run_rows, *tier)
-        return _Started(sent, chunks, max_position, step, logits)
-
-    def _are_plain(self, plan: StepPlan) -> bool:
         state = self._table.sampling
-        special = (state.rules, state.truncating, state.num_logprobs, self._table.with_grammar)
-        return not any(slot in part for slot in plan.decode_slots.tolist() for part in special)
+        wishes = (state.rules, state.truncating, state.num_logprobs, self._table.with_grammar)
+        if self._speculation.capturable and not _any_in(plan, *wishes):
+            whole = graphs.run("whole", self._run_whole, decode)
+            return _Started(sent, chunks, max_position, whole=whole)
+        step, logits = graphs.run("rows", self._run_rows, decode)
+        return _Started(sent, chunks, max_position, step, logits, decode)
 
     def _run_rows(self, decode: DecodeRows) -> tuple[StepInputs, torch.Tensor]:
         step = build_decode_inputs(self._around, decode)
         return step, self._forward(step)
 
-    def _run_whole(self, decode: DecodeRows) -> Committed:
+    def _run_whole(self, decode: DecodeRows) -> _Whole:
         step, logits = self._run_rows(decode)
         assert step.verify is not None, "decode rows"
-        return self._speculation.commit(logits, step.verify, step.decode_slots)
+        committed = self._speculation.commit(logits, step.verify, step.decode_slots)
+        return committed, self._run_draft(decode)
+
+    def _run_draft(self, decode: DecodeRows) -> Drafts | None:
+        return self._speculation.draft(decode.slots)
 
     def _forward(self, step: StepInputs) -> torch.Tensor:
         return self._model.forward(step.forward).logits
@@ -227,7 +235,21 @@ class ModelRunner:
         logits = all_logits[step.first_verify_logit :]
         verify = own_rows(step.verify, plan.decode_slots.tolist(), started.max_position)
         committed = self._speculation.commit(logits, verify, step.decode_slots)
-        return pending_rows(committed, self._speculation.logprobs(logits, verify, committed))
+        logprobs = self._speculation.logprobs(logits, verify, committed)
+        return pending_rows(committed, self._draft(plan, started, step), logprobs)
+
+    def _draft(self, plan: StepPlan, started: _Started, step: StepInputs) -> Drafts | None:
+        """Draft as a graph if the step's rows ran as one, unless a slot truncates: then its drafts do, too."""
+        is_plain = self._speculation.capturable and not _any_in(plan, self._table.sampling.truncating)
+        if self._graphs is not None and started.graph_rows is not None and is_plain:
+            drafts: Drafts | None = self._graphs.run("drafts", self._run_draft, started.graph_rows)
+            return drafts
+        return self._speculation.draft(step.decode_slots, tuple(plan.decode_slots.tolist()))
 
     def _device_blocks(self, block_ids: dict[str, Int32Array]) -> dict[str, torch.Tensor]:
         return {name: to_device(ids.astype(np.int64), self._table.device) for name, ids in block_ids.items()}
+
+
+def _any_in(plan: StepPlan, *parts: Container[int]) -> bool:
+    """Whether a decode slot of `plan` is in one of `parts`."""
+    return any(slot in part for slot in plan.decode_slots.tolist() for part in parts)

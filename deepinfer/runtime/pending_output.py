@@ -14,6 +14,7 @@ from deepinfer.sampling.logprobs import RankedTokens
 from deepinfer.sampling.sampler import OwnerLogprobs, Sampled
 from deepinfer.scheduler.logprob_columns import join_logprobs
 from deepinfer.scheduler.step_plan import PrefillChunk, SlotOutput, StepOutput, StepPlan
+from deepinfer.speculative.drafter import Drafts
 
 BAD_NUMBERS = "the model's output has unusable numbers (NaN or infinite logits)"
 
@@ -136,9 +137,8 @@ def pending_draws(sampled: Sampled, chunks: tuple[PrefillChunk, ...]) -> Pending
     return PendingDraws(chunks, to_host(sampled.token_ids), to_host(sampled.failed), sampled.logprobs)
 
 
-def pending_rows(committed: Committed, logprobs: OwnerLogprobs | None) -> PendingRows:
+def pending_rows(committed: Committed, drafts: Drafts | None, logprobs: OwnerLogprobs | None) -> PendingRows:
     """Send what was committed and drafted to the host."""
-    drafts = committed.drafts
     return PendingRows(
         token_ids=to_host(committed.token_ids),
         counts=to_host(committed.counts),

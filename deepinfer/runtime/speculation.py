@@ -20,7 +20,7 @@ from deepinfer.speculative.verify_planner import share_budget
 
 @dataclass(slots=True, frozen=True)
 class Committed:
-    """What the S decode sequences of a step got, and their drafts for the next one (None: nothing drafts).
+    """What the S decode sequences of a step got.
 
     `counts`, `num_drafted` [S] int64: tokens and verified drafts; -1 drafts: the sequence had no rows.
     """
@@ -29,7 +29,6 @@ class Committed:
     counts: torch.Tensor
     failed: torch.Tensor
     num_drafted: torch.Tensor
-    drafts: Drafts | None
 
 
 class Speculation:
@@ -43,7 +42,7 @@ class Speculation:
 
     @property
     def capturable(self) -> bool:
-        """Whether a graph may hold `commit`."""
+        """Whether a graph may hold `draft`."""
         return self._drafter is None or self._drafter.capturable
 
     def num_drafts(self, slots: torch.Tensor, budget: DraftBudget | None) -> torch.Tensor:
@@ -57,15 +56,16 @@ class Speculation:
         return num_slots + (drafts if budget is None or budget.total is None else min(drafts, budget.total))
 
     def commit(self, logits: torch.Tensor, rows: VerifyRows, slots: torch.Tensor) -> Committed:
-        """Verify the rows by their `logits` [R, V], commit, and draft behind what was committed in `slots` [S]."""
-        table = self._table
-        verified = self._verifier.verify(logits, rows, table.sampling)
-        table.commit(slots, verified.token_ids, verified.counts)
-        drafts = self.draft(slots, rows.rows.owners)
-        return Committed(verified.token_ids, verified.counts, verified.failed, rows.num_drafts, drafts)
+        """Verify the rows by their `logits` [R, V] and commit to `slots` [S]."""
+        verified = self._verifier.verify(logits, rows, self._table.sampling)
+        self._table.commit(slots, verified.token_ids, verified.counts)
+        return Committed(verified.token_ids, verified.counts, verified.failed, rows.num_drafts)
 
     def draft(self, slots: torch.Tensor, owners: tuple[int, ...] = ()) -> Drafts | None:
-        """Draft behind what is committed in `slots` [S]; a rank without any joins with slot 0, which is inert."""
+        """Draft behind what is committed in `slots` [S]; None: nothing drafts.
+
+        A rank without any joins with slot 0, which is inert. `owners`: the slots as far as the host tells them.
+        """
         if self._drafter is None:
             return None
         drafts = self._drafter.draft(self._table.anchors(slots, owners))

@@ -44,20 +44,18 @@ class StepGraphs:
         """Record `work` with all sequences and drafts. What it needs serves the other tiers too: they share memory."""
         self._recorded(name, work, self.sizes[-1], self._max_drafts)
 
-    def run(
-        self, name: str, work: Callable[[DecodeRows], Any], slots: torch.Tensor, num_drafts: torch.Tensor, max_rows: int
-    ) -> Any:
-        """Return `work` of the smallest tier for `slots` [n], n > 0, with `num_drafts` [n] and `max_rows` rows at most.
+    def run(self, name: str, work: Callable[[DecodeRows], Any], wanted: DecodeRows) -> Any:
+        """Return `work` of the smallest tier that holds the `wanted` rows of at least one sequence.
 
         It is recorded under `name` the first time. What it returns is overwritten by the next step.
         """
-        count = len(slots)
+        count = len(wanted.slots)
         size = self.sizes[bisect_left(self.sizes, count)]
-        drafts_per_slot = -(-max_rows // count) - 1
+        drafts_per_slot = -(-wanted.num_rows // count) - 1
         replay = self._recorded(name, work, size, drafts_per_slot)
         rows = self._rows[size, drafts_per_slot]
-        rows.slots[:count] = slots
-        rows.num_drafts[:count] = num_drafts
+        rows.slots[:count] = wanted.slots
+        rows.num_drafts[:count] = wanted.num_drafts
         rows.slots[count:].zero_()
         rows.num_drafts[count:].fill_(-1)
         return replay()

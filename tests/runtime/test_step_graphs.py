@@ -24,6 +24,7 @@ from deepinfer.distributed.local_dispatcher import LocalDispatcher
 from deepinfer.kernels.reference.sampling import gumbel_argmax
 from deepinfer.models.model_spec import ForwardInputs, ForwardOutput
 from deepinfer.protocol import Request, SamplingParams
+from deepinfer.runtime.batch_inputs import DecodeRows
 from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.slot_table import SlotTable
 from deepinfer.runtime.speculation import Speculation
@@ -113,11 +114,11 @@ def test_a_step_takes_the_smallest_tier_and_pads_it() -> None:
         seen.append((rows.slots.tolist(), rows.num_drafts.tolist(), rows.num_rows))
 
     slots, drafts = torch.tensor([5, 2, 4]), torch.tensor([1, -1, 0])
-    graphs.run("other", work, slots, drafts, 3 * (1 + 2))
+    graphs.run("other", work, DecodeRows(slots, drafts, 3 * (1 + 2)))
     assert seen == [([0] * 4, [-1] * 4, 12), ([5, 2, 4, 0], [1, -1, 0, -1], 12)]  # recorded with padding, then run
-    graphs.run("other", work, slots[:2], drafts[:2], 2 + 1)  # a budget of one draft for both
+    graphs.run("other", work, DecodeRows(slots[:2], drafts[:2], 2 + 1))  # a budget of one draft for both
     assert seen[-1] == ([5, 2], [1, -1], 4)
-    graphs.run("other", work, slots, drafts, 9)
+    graphs.run("other", work, DecodeRows(slots, drafts, 9))
     assert len(seen) == 5
 
 
