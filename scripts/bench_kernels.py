@@ -155,14 +155,14 @@ def stream_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
     turned = 4 * rows * HEADS * ROTARY
     yield Case("rotate queries", lambda: kernels.rotate(query, cosine, sine), turned)
     streams, pre = normal(rows, 4, HIDDEN), normal(rows, 4, dtype=torch.float32)
-    function = normal(24, 4 * HIDDEN, dtype=torch.float32, scale=0.01)
+    function = kernels.mix_coefficients.prepare(normal(24, 4 * HIDDEN, dtype=torch.float32, scale=0.01))
     scale, base = torch.ones(3, device="cuda"), normal(24, dtype=torch.float32)
     yield Case(
         "mix_coefficients",
         lambda: kernels.mix_coefficients(
             streams, function, scale, base, epsilon=1e-20, mix_epsilon=1e-6, num_iterations=20
         ),
-        2 * streams.numel() + 4 * function.numel(),
+        2 * streams.numel() + 4 * 24 * 4 * HIDDEN,
     )
     yield Case("collapse_streams", lambda: kernels.collapse_streams(streams, pre), 2.5 * streams.numel())
     mix = normal(rows, 4, 4, dtype=torch.float32)

@@ -176,10 +176,12 @@ class MixCoefficientsOf(Protocol):
     Sinkhorn: softmax over targets, columns, then `num_iterations - 1` times rows and columns; all float32.
     """
 
+    def prepare(self, function: Tensor) -> Any: ...
+
     def __call__(
         self,
         streams: Tensor,
-        function: Tensor,
+        function: Any,
         scale: Tensor,
         base: Tensor,
         *,

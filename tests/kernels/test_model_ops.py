@@ -40,7 +40,7 @@ def test_mix_columns_add_up_to_one_and_streams_follow_the_formula() -> None:
     streams, y = draw(5, 4, 6), draw(5, 6, seed=1)
     found = KERNELS.mix_coefficients(
         streams,
-        draw(24, 24, seed=2),
+        KERNELS.mix_coefficients.prepare(draw(24, 24, seed=2)),
         torch.ones(3),
         draw(24, seed=3),
         epsilon=1e-20,

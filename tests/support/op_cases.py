@@ -175,7 +175,15 @@ def check_hyper_connection(bench: Bench) -> None:
     function = bench.normal(24, 4 * sizes.hidden, dtype=torch.float32, scale=(4 * sizes.hidden) ** -0.5)
     scale, base = torch.ones(3, device=bench.device), bench.normal(24, dtype=torch.float32, scale=0.5)
     own, wanted = (
-        kernels.mix_coefficients(streams, function, scale, base, epsilon=1e-20, mix_epsilon=1e-6, num_iterations=20)
+        kernels.mix_coefficients(
+            streams,
+            kernels.mix_coefficients.prepare(function),
+            scale,
+            base,
+            epsilon=1e-20,
+            mix_epsilon=1e-6,
+            num_iterations=20,
+        )
         for kernels in (bench.kernels, bench.reference)
     )
     for part in ("pre", "post", "mix"):
@@ -454,6 +462,7 @@ def check_batch_invariance(bench: Bench) -> None:
     y = bench.normal(sizes.rows, sizes.groups, sizes.group_width)
     function = bench.normal(24, 4 * sizes.hidden, dtype=torch.float32, scale=(4 * sizes.hidden) ** -0.5)
     scale, base = torch.ones(3, device=bench.device), bench.normal(24, dtype=torch.float32)
+    function = kernels.mix_coefficients.prepare(function)
     experts = kernels.expert_mlp.prepare(*fp4_experts(bench, 2))
     factor = bench.normal(sizes.rows, dtype=torch.float32)
 

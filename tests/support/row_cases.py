@@ -94,10 +94,11 @@ def _mix_coefficients(bench: Bench) -> Run:
     streams = bench.normal(NUM_ROWS, 4, sizes.hidden, dtype=bench.kernels.numerics.dtype)
     function = bench.normal(24, 4 * sizes.hidden, dtype=torch.float32, scale=(4 * sizes.hidden) ** -0.5)
     scale, base = torch.ones(3, device=bench.device), bench.normal(24, dtype=torch.float32, scale=0.5)
+    prepared = bench.kernels.mix_coefficients.prepare(function)
 
     def run(rows: Tensor) -> list[Tensor]:
         found = bench.kernels.mix_coefficients(
-            streams[rows], function, scale, base, epsilon=1e-6, mix_epsilon=1e-6, num_iterations=20
+            streams[rows], prepared, scale, base, epsilon=1e-6, mix_epsilon=1e-6, num_iterations=20
         )
         return [found.pre, found.post, found.mix]
 

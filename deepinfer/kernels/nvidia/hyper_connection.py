@@ -19,7 +19,7 @@ from deepinfer.kernels.ops import MixCoefficients, Numerics
 _SPLITS = 32  # fixed, so that the order of summation never depends on the number of rows
 _BLOCK_ROWS = 64
 _COEFFICIENT_ROWS = 8
-_BLOCK_COLUMNS = 128
+_BLOCK_COLUMNS = 64
 
 
 @triton.jit
@@ -48,15 +48,11 @@ def _product_kernel(
         inside = (offset < SPLIT_COLUMNS) & (columns < COLUMNS)
         mask = (rows < num_rows)[:, None] & inside[None, :]
         x = tl.load(streams_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :], mask=mask, other=0.0)
+        place = function_ptr + outs[None, :] * COLUMNS + columns[:, None]
         wanted = inside[:, None] & (outs < OUT)[None, :]
-        weight = tl.load(function_ptr + outs[None, :] * COLUMNS + columns[:, None], mask=wanted, other=0.0)
-        high = weight.to(tl.bfloat16)
-        rest = weight - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        total = tl.dot(x, high, total)
-        total = tl.dot(x, middle, total)
-        total = tl.dot(x, low, total)
+        for part in tl.static_range(3):
+            weight = tl.load(place + part * OUT * COLUMNS, mask=wanted, other=0.0)
+            total = tl.dot(x, weight, total)
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
     place = tl.program_id(1).to(tl.int64) * num_rows + rows
@@ -152,7 +148,14 @@ def _update_kernel(
 
 @dataclass(slots=True, frozen=True)
 class MixCoefficientsOf:
-    """`ops.MixCoefficientsOf` for bf16 streams."""
+    """`ops.MixCoefficientsOf` for bf16 streams; the prepared function is bf16 [3, 2M + M*M, M*D], to be added up."""
+
+    def prepare(self, function: Tensor) -> Tensor:
+        parts, rest = [], function.float()
+        for _ in range(3):
+            parts.append(rest.to(torch.bfloat16))
+            rest = rest - parts[-1].float()
+        return torch.stack(parts)
 
     def __call__(
         self,

@@ -21,6 +21,9 @@ from deepinfer.kernels.reference.norm import RMSNorm
 class MixCoefficientsOf:
     """`ops.MixCoefficientsOf`."""
 
+    def prepare(self, function: Tensor) -> Tensor:
+        return function
+
     def __call__(
         self,
         streams: Tensor,

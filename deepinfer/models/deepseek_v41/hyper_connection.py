@@ -53,6 +53,7 @@ class HyperConnection:
 
     def __init__(self, config: ModelConfig, weights: HyperConnectionWeights, norm: Tensor, kernels: KernelSet) -> None:
         self.weights, self.norm, self.kernels = weights, norm, kernels
+        self.function = kernels.mix_coefficients.prepare(weights.fn)
         self.epsilon, self.mix_epsilon = config.rms_norm_eps, config.hc_eps
         self.num_iterations = config.hc_sinkhorn_iters
 
@@ -69,7 +70,7 @@ class HyperConnection:
         weights = self.weights
         coefficients = self.kernels.mix_coefficients(
             streams,
-            weights.fn,
+            self.function,
             weights.scale,
             weights.base,
             epsilon=self.epsilon,
