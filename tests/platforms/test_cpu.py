@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from deepinfer.errors import ConfigError
 from deepinfer.platforms.platform import detect_accelerator, load_platform
+from deepinfer.platforms.transfer import to_device, to_host
 
 
 def test_pieces_run_in_order_beside_the_caller() -> None:
@@ -44,3 +46,20 @@ def test_a_platform_that_is_not_built_is_refused() -> None:
 def test_memory_of_the_host() -> None:
     memory = load_platform("cpu").memory_info()
     assert 0 < memory.free_bytes <= memory.total_bytes
+
+
+def test_a_capture_does_its_work_on_what_the_tensors_hold_then() -> None:
+    platform = load_platform("cpu")
+    data = torch.ones(2)
+    replay = platform.capture(lambda: data * 2)
+    data.fill_(4)
+    assert replay().tolist() == [8, 8]
+    assert not platform.has_graphs
+
+
+def test_copies_to_the_host_are_copies() -> None:
+    """What a step sent is not what the next one writes into the same tensor."""
+    data = to_device(np.arange(3), torch.device("cpu"))
+    sent = to_host(data)
+    data.zero_()
+    assert sent.tolist() == [0, 1, 2]
