@@ -79,3 +79,12 @@ class Gpu:
 def test_ranks_that_share_a_gpu_get_equal_parts_of_it(own: int, free: int, ranks: int, budget: int) -> None:
     gpu: Any = Gpu(MemoryInfo(total_bytes=1000, free_bytes=free, own_bytes=own))
     assert cache_budget(CacheConfig(memory_fraction=0.5), gpu, ranks_per_device=ranks) == budget
+
+
+def test_what_a_step_needs_is_left_for_it() -> None:
+    gpu: Any = Gpu(MemoryInfo(total_bytes=1000, free_bytes=700, own_bytes=300))
+    assert cache_budget(CacheConfig(memory_fraction=0.5), gpu, ranks_per_device=1, step_bytes=100) == 300
+    assert cache_budget(CacheConfig(memory_fraction=0.5), gpu, ranks_per_device=2, step_bytes=100) == 50
+    assert cache_budget(CacheConfig(memory_bytes=600), gpu, ranks_per_device=1, step_bytes=100) == 600
+    with pytest.raises(ConfigError, match="700 are free, of which a step needs 101"):
+        cache_budget(CacheConfig(memory_bytes=600), gpu, ranks_per_device=1, step_bytes=101)
