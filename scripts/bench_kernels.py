@@ -196,8 +196,12 @@ def cache_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
 def expert_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
     """Routing and experts: six local experts of `rows` rows each, as in decode over 64 ranks."""
     logits, bias = normal(rows, EXPERTS, dtype=torch.float32), torch.zeros(EXPERTS, device="cuda")
-    route = lambda: kernels.route_tokens(logits, bias, num_chosen=CHOSEN, scale=1.5)  # noqa: E731
-    yield Case("route_tokens", route, 4 * logits.numel())
+    padding = torch.zeros(rows, dtype=torch.bool, device="cuda")
+    yield Case(
+        "route_tokens",
+        lambda: kernels.route_tokens(logits, bias, padding, num_chosen=CHOSEN, scale=1.5),
+        4 * logits.numel(),
+    )
     gate, up = normal(rows, EXPERT_WIDTH), normal(rows, EXPERT_WIDTH)
     yield Case("swiglu shared", lambda: kernels.swiglu(gate, up, limit=10.0), 6 * gate.numel())
     shape = (

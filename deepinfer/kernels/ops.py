@@ -338,10 +338,12 @@ class RouteTokens(Protocol):
     """Choose experts: s = sqrt(softplus(logits)), the k largest of s + bias, ties to the lower id.
 
     `logits` float32 [T, E], `bias` float32 [E]. Returns ids [T, k] int64 ascending and weights [T, k] float32 =
-    s / (sum of the chosen s + 1e-20) * `scale`.
+    s / (sum of the chosen s + 1e-20) * `scale`. Rows of `is_padding` [T] bool choose nobody: their ids are -1.
     """
 
-    def __call__(self, logits: Tensor, bias: Tensor, *, num_chosen: int, scale: float) -> tuple[Tensor, Tensor]: ...
+    def __call__(
+        self, logits: Tensor, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class SwiGLU(Protocol):

@@ -59,16 +59,17 @@ def test_mix_columns_add_up_to_one_and_streams_follow_the_formula() -> None:
 def test_routing_selects_with_the_bias_and_weighs_without_it() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, -200.0]])
     bias = torch.tensor([10.0, 0.0, 0.0, 0.0, 0.0])
-    ids, weights = KERNELS.route_tokens(logits, bias, num_chosen=2, scale=1.5)
+    ids, weights = KERNELS.route_tokens(logits, bias, torch.zeros(1, dtype=torch.bool), num_chosen=2, scale=1.5)
     assert ids.tolist() == [[0, 3]]
     scores = torch.log1p(torch.exp(torch.tensor([[0.0, 3.0]]))).sqrt()
     close(weights, scores / scores.sum() * 1.5)
 
 
 def test_routing_ties_go_to_the_lower_expert() -> None:
-    ids, weights = KERNELS.route_tokens(torch.zeros(1, 9), torch.zeros(9), num_chosen=3, scale=1.0)
-    assert ids.tolist() == [[0, 1, 2]]
-    close(weights, torch.full((1, 3), 1 / 3))
+    padding = torch.tensor([False, True])
+    ids, weights = KERNELS.route_tokens(torch.zeros(2, 9), torch.zeros(9), padding, num_chosen=3, scale=1.0)
+    assert ids.tolist() == [[0, 1, 2], [-1, -1, -1]]
+    close(weights[0], torch.full((3,), 1 / 3))
 
 
 def test_swiglu_clamps_the_gate_from_above_only() -> None:

@@ -241,8 +241,10 @@ def check_routing(bench: Bench) -> None:
     logits[:, 1::3] = logits[:, 0::3][:, : logits[:, 1::3].shape[1]]
     logits[0] = -30.0
     bias = torch.zeros(sizes.experts, device=bench.device)
-    ids, weights = bench.kernels.route_tokens(logits, bias, num_chosen=sizes.chosen, scale=1.5)
-    wanted = bench.reference.route_tokens(logits, bias, num_chosen=sizes.chosen, scale=1.5)
+    padding = torch.arange(sizes.rows, device=bench.device) == 1
+    ids, weights = bench.kernels.route_tokens(logits, bias, padding, num_chosen=sizes.chosen, scale=1.5)
+    wanted = bench.reference.route_tokens(logits, bias, padding, num_chosen=sizes.chosen, scale=1.5)
+    assert bool((ids < 0).any(1).equal(padding))
     same(ids, wanted[0])
     close(weights, wanted[1], 1e-5)
     gate, up = bench.normal(sizes.rows, 2 * sizes.expert_width, scale=8).chunk(2, 1)
@@ -259,7 +261,8 @@ def check_routing(bench: Bench) -> None:
 def check_unusable_rows(bench: Bench) -> None:
     """NaN logits still give distinct expert ids in range: what follows must not read outside the weights."""
     logits = torch.full((2, bench.sizes.experts), torch.nan, device=bench.device)
-    ids, _ = bench.kernels.route_tokens(logits, logits[0] * 0, num_chosen=bench.sizes.chosen, scale=1.0)
+    nobody = torch.zeros(2, dtype=torch.bool, device=bench.device)
+    ids, _ = bench.kernels.route_tokens(logits, logits[0] * 0, nobody, num_chosen=bench.sizes.chosen, scale=1.0)
     assert (ids.diff(dim=1) > 0).all()
     assert ((ids >= 0) & (ids < bench.sizes.experts)).all()
 

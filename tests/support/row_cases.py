@@ -258,7 +258,10 @@ def _route_tokens(bench: Bench) -> Run:
     logits = bench.normal(NUM_ROWS, bench.sizes.experts, dtype=torch.float32, scale=4)
     logits[:, 1::3] = logits[:, 0::3][:, : logits[:, 1::3].shape[1]]
     bias = bench.normal(bench.sizes.experts, dtype=torch.float32, scale=0.1)
-    return lambda rows: list(bench.kernels.route_tokens(logits[rows], bias, num_chosen=bench.sizes.chosen, scale=1.5))
+    padding = bench.integers(0, 2, NUM_ROWS) == 0
+    return lambda rows: list(
+        bench.kernels.route_tokens(logits[rows], bias, padding[rows], num_chosen=bench.sizes.chosen, scale=1.5)
+    )
 
 
 def _swiglu(bench: Bench) -> Run:

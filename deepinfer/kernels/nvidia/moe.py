@@ -12,8 +12,6 @@ from torch import Tensor
 from deepinfer.kernels.nvidia.abilities import triton_kernel
 from deepinfer.kernels.ops import ExpertRows, Numerics
 
-_NEVER = tl.constexpr(-(1 << 63))
-
 
 @triton.jit
 def _softplus(x):
@@ -29,6 +27,7 @@ def _softplus(x):
 def _route_kernel(
     logits_ptr,
     bias_ptr,
+    padding_ptr,
     ids_ptr,
     weights_ptr,
     scale,
@@ -42,20 +41,19 @@ def _route_kernel(
     logits = tl.load(logits_ptr + row * EXPERTS + experts, mask=inside, other=0.0)
     scores = tl.sqrt_rn(_softplus(logits))
     biased = scores + tl.load(bias_ptr + experts, mask=inside, other=0.0)
-    left = tl.where(biased == biased, biased + 0.0, float("-inf"))  # unusable rows still get ids in range
-    bits = left.to(tl.int32, bitcast=True)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)  # as the values are ordered; then the lower id
-    order = tl.where(inside, (ordered << 32) | (BLOCK - 1 - experts).to(tl.int64), _NEVER)
+    left = tl.where(inside & (biased == biased), biased, float("-inf"))  # unusable rows still get ids in range
     chosen = tl.zeros((BLOCK,), tl.int32)
+    total = 0.0
     for _ in tl.static_range(CHOSEN):
-        best = order == tl.max(order, 0)
-        chosen = tl.where(best, 1, chosen)
-        order = tl.where(best, _NEVER, order)
-    total = tl.sum(tl.where(chosen == 1, scores, 0.0), 0)
+        best = tl.max(tl.where(chosen == 0, left, float("-inf")), 0)
+        expert = tl.min(tl.where((left == best) & (chosen == 0) & inside, experts, BLOCK), 0)
+        chosen = tl.where(experts == expert, 1, chosen)
+        total += tl.sum(tl.where(experts == expert, scores, 0.0), 0)
     place = tl.cumsum(chosen, 0) - 1
     taken = (chosen == 1) & (place < CHOSEN)
     weight = tl.div_rn(scores, tl.full((BLOCK,), 1e-20, tl.float32) + total) * scale
-    tl.store(ids_ptr + row * CHOSEN + place, experts.to(tl.int64), mask=taken)
+    padding = tl.load(padding_ptr + row).to(tl.int32)
+    tl.store(ids_ptr + row * CHOSEN + place, tl.where(padding != 0, -1, experts).to(tl.int64), mask=taken)
     tl.store(weights_ptr + row * CHOSEN + place, weight, mask=taken)
 
 
@@ -101,9 +99,11 @@ def _combine_kernel(
 
 @dataclass(slots=True, frozen=True)
 class RouteTokens:
-    """`ops.RouteTokens`."""
+    """`ops.RouteTokens`; the sum of the chosen scores runs from the best expert down."""
 
-    def __call__(self, logits: Tensor, bias: Tensor, *, num_chosen: int, scale: float) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, logits: Tensor, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
         num_rows, num_experts = logits.shape
         ids = torch.empty(num_rows, num_chosen, dtype=torch.int64, device=logits.device)
         weights = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=logits.device)
@@ -111,13 +111,14 @@ class RouteTokens:
             _route_kernel[(num_rows,)](
                 logits.contiguous(),
                 bias,
+                is_padding.contiguous().view(torch.uint8),
                 ids,
                 weights,
                 scale,
                 EXPERTS=num_experts,
                 CHOSEN=num_chosen,
                 BLOCK=triton.next_power_of_2(num_experts),
-                num_warps=4 if num_experts > 64 else 1,
+                num_warps=1,
             )
         return ids, weights
 

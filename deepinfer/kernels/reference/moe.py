@@ -19,7 +19,9 @@ from deepinfer.kernels.reference.quantize import dequantize_fp4
 class RouteTokens:
     """`ops.RouteTokens`; the sum of the chosen scores runs from the best expert down."""
 
-    def __call__(self, logits: Tensor, bias: Tensor, *, num_chosen: int, scale: float) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, logits: Tensor, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
         scores = torch.sqrt(softplus(logits))
         order = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :num_chosen]
         chosen = scores.gather(1, order)
@@ -28,7 +30,7 @@ class RouteTokens:
             total = total + chosen[:, column]
         weights = chosen / (total + 1e-20).unsqueeze(1) * scale
         ids, places = order.sort(dim=1)
-        return ids, weights.gather(1, places)
+        return ids.masked_fill(is_padding.unsqueeze(1), -1), weights.gather(1, places)
 
 
 @dataclass(slots=True, frozen=True)

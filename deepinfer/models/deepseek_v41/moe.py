@@ -34,8 +34,9 @@ class MixtureOfExperts:
         """Return [T, D] from the normalised input `hidden` [T, D]; a collective of the expert-parallel group."""
         kernels = self.kernels
         logits = kernels.linear(hidden, self.router, out_dtype=torch.float32)
-        expert_ids, weights = kernels.route_tokens(logits, self.bias, num_chosen=self.num_chosen, scale=self.scale)
-        expert_ids = expert_ids.masked_fill(is_padding.unsqueeze(1), -1)
+        expert_ids, weights = kernels.route_tokens(
+            logits, self.bias, is_padding, num_chosen=self.num_chosen, scale=self.scale
+        )
         arrived = dispatcher.dispatch(hidden, expert_ids, weights)
         rows = kernels.expert_mlp(arrived.rows, arrived.expert_ids, arrived.weights, self.experts, limit=self.limit)
         return kernels.combine_experts(dispatcher.combine(rows, arrived), self._shared(hidden))
