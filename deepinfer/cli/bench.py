@@ -1,9 +1,10 @@
-"""`deepinfer bench decode` and `deepinfer bench prefill`: one rank's steps, measured against what the device can do."""
+"""`deepinfer bench`: steps of one rank against what the device can do, the cost of scheduling, and whole jobs."""
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -11,8 +12,9 @@ import msgspec
 import typer
 from rich.console import Console
 
-from deepinfer.cli.bench_report import Report, print_report, report_json
-from deepinfer.cli.options import Cluster, Model, Settings, Verbose, load_options, log_level
+from deepinfer.cli.bench_report import Report, print_report, print_scheduling, report_json
+from deepinfer.cli.options import Address, Cluster, Model, Settings, Verbose, load_options, log_level
+from deepinfer.cli.run import run
 from deepinfer.config import DEFAULT_MODEL, ClusterConfig, resolve
 from deepinfer.errors import ConfigError
 from deepinfer.log import set_up_logging
@@ -27,11 +29,13 @@ from deepinfer.models.model_source import resolve_model
 from deepinfer.models.model_spec import ModelSpec
 from deepinfer.platforms.platform import detect_accelerator
 from deepinfer.runtime.bench.bench_rank import BenchCase, bench_config, run_bench
+from deepinfer.runtime.bench.scheduling import driver_cost, rank_step_seconds
 from deepinfer.tokenizer import Tokenizer
 
-app = typer.Typer(help="Measure one rank's steps against what this device can do.", no_args_is_help=True)
+app = typer.Typer(help="Measure steps of one rank, scheduling, or a whole job.", no_args_is_help=True)
 
 _WIDTH = 130  # of lines that go into a file
+_CONTEXT, _SCHEDULER_STEPS = 8192, 100
 _DECODE_RANKS, _PREFILL_RANKS = 64, 4  # where no cluster file says how many
 
 Ranks = Annotated[
@@ -117,6 +121,51 @@ def prefill(
     _run(case, case_config, layers, shape, float(tokens), json_file)
 
 
+@app.command()
+def scheduler(
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests of the driver's job.")] = 20_000,
+    running: Annotated[int, typer.Option("--running", min=1, help="Sequences that decode on a rank.")] = 256,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens that each request gets.")] = 256,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Decode ranks, beside 4 prefill ranks.")] = 64,
+    drafts: Annotated[int, typer.Option("--drafts", min=0, help="Drafts that a rank's step may commit.")] = 3,
+) -> None:
+    """Time what scheduling costs on this host, with devices that answer at once. No model, no Ray.
+
+    Example: deepinfer bench scheduler --requests 20000 --ranks 64
+    """
+    step = rank_step_seconds(running, context=_CONTEXT, rows_per_slot=1 + drafts, num_steps=_SCHEDULER_STEPS)
+    cost = driver_cost(
+        requests, prefill_ranks=_PREFILL_RANKS, decode_ranks=ranks, max_running=running, max_tokens=tokens
+    )
+    print_scheduling(step, cost, num_sequences=running, num_ranks=ranks, console=_console())
+
+
+@app.command()
+def offline(
+    source: Annotated[str, typer.Option("--input", "-i", metavar="IN", help="Batch file of `deepinfer run`.")],
+    model: Model = None,
+    cluster: Cluster = None,
+    address: Address = None,
+    settings: Settings = None,
+    verbose: Verbose = False,
+) -> None:
+    """Run a real job, as `deepinfer run` does, and show its throughput; the answers are thrown away.
+
+    Example: deepinfer bench offline -i rows.jsonl --model tiny
+    """
+    with tempfile.TemporaryDirectory(prefix="deepinfer-bench-") as folder:
+        run(
+            source,
+            str(Path(folder) / "answers.jsonl"),
+            model=model,
+            cluster=cluster,
+            address=address,
+            allow_row_errors=True,
+            settings=settings,
+            verbose=verbose,
+        )
+
+
 def _config(cluster: Path | None, settings: list[str] | None, model: str | None, *, verbose: bool) -> ClusterConfig:
     config = resolve(load_options(cluster, settings=settings, model=model).config, accelerator=detect_accelerator())
     set_up_logging(log_level(config, verbose=verbose))
@@ -146,10 +195,14 @@ def _run(
     spec = cast("ModelSpec", RandomSpec(model))
     times = run_bench(case, config, spec, _tokenizer(model))
     report = Report(case, model.num_layers, tokens, times, step_costs(model, shape))
-    print_report(report, Console(width=None if sys.stdout.isatty() else _WIDTH))
+    print_report(report, _console())
     if json_file is not None:
         content = report_json(report) | {"config": msgspec.to_builtins(config), "model": msgspec.to_builtins(model)}
         json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
 def _model_config(config: ClusterConfig) -> ModelConfig:

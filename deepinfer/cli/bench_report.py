@@ -12,6 +12,7 @@ from rich.table import Table
 from deepinfer.models.deepseek_v41.step_costs import OpCost, roof_seconds, step_roof_seconds
 from deepinfer.runtime.bench.bench_rank import BenchCase, BenchTimes
 from deepinfer.runtime.bench.ceilings import Ceilings
+from deepinfer.runtime.bench.scheduling import DriverCost
 
 _NOT_ON_CPU = "not measured on a CPU"
 _MAX_KERNELS = 40
@@ -71,6 +72,19 @@ def print_report(report: Report, console: Console) -> None:
         "--skew says otherwise. Tokens per second reckon with the given acceptance; random weights accept "
         f"{report.times.tokens_per_pass:.2f} tokens a pass."
     )
+
+
+def print_scheduling(
+    step_seconds: float, cost: DriverCost, *, num_sequences: int, num_ranks: int, console: Console
+) -> None:
+    """Print what `deepinfer bench scheduler` measured, in CPU time of one core."""
+    table = _table("scheduling, CPU time of one core", "", "")
+    table.add_row(f"a decode rank's step, {num_sequences} sequences", f"{1e3 * step_seconds:.2f} ms")
+    table.add_row(f"driver, {num_ranks} decode ranks: a request", f"{1e6 * cost.seconds / cost.num_requests:.0f} us")
+    table.add_row("   a token", f"{1e6 * cost.seconds / cost.num_tokens:.2f} us")
+    table.add_row(f"   a round, of {cost.num_rounds}", f"{1e3 * cost.seconds / cost.num_rounds:.1f} ms")
+    table.add_row("   most that it can serve", f"{cost.num_tokens / cost.seconds:,.0f} tokens/s")
+    console.print(table)
 
 
 def _spread(seconds: tuple[float, ...]) -> dict[str, float]:

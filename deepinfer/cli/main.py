@@ -41,7 +41,7 @@ SUBCOMMANDS = (
     Subcommand("generate", "deepinfer.cli.generate", "generate", "Answer prompts and print the text as it comes."),
     Subcommand("doctor", "deepinfer.cli.doctor", "doctor", "Show what is on this machine and which settings hold."),
     Subcommand("checkpoint", "deepinfer.cli.checkpoint", "app", "Write or check checkpoints."),
-    Subcommand("bench", "deepinfer.cli.bench", "app", "Measure one rank's steps against what this device can do."),
+    Subcommand("bench", "deepinfer.cli.bench", "app", "Measure steps of one rank, scheduling, or a whole job."),
 )
 
 

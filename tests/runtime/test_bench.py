@@ -14,6 +14,7 @@ from deepinfer.models.deepseek_v41.model import DeepseekV41
 from deepinfer.models.deepseek_v41.random_model import RandomModel
 from deepinfer.runtime import build
 from deepinfer.runtime.bench import bench_rank
+from deepinfer.runtime.bench.scheduling import driver_cost
 from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.rank_engine import RankEngine
 
@@ -55,6 +56,21 @@ def test_prefill_counts_the_steps_of_a_prompt_as_one(monkeypatch: pytest.MonkeyP
     found = _run(monkeypatch, tmp_path, "prefill", *options)
     assert len(found["period_seconds"]) == 2
     assert found["tokens_per_second"] == pytest.approx(48 / found["seconds"]["median"])
+
+
+def test_scheduling(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--requests", "40", "--running", "4", "--tokens", "20", "--ranks", "3"]
+    assert run_command(["bench", "scheduler", *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert "a decode rank's step, 4 sequences" in printed
+    assert "driver, 3 decode ranks" in printed
+
+
+def test_every_simulated_request_gets_all_its_tokens() -> None:
+    cost = driver_cost(30, prefill_ranks=2, decode_ranks=2, max_running=5, max_tokens=9)
+    # eight tokens behind the first one take a round, and ten requests run at a time
+    assert (cost.num_requests, cost.num_tokens) == (30, 270)
+    assert cost.num_rounds >= 6
 
 
 def test_a_skew_file_that_is_no_list_of_numbers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,19 +22,22 @@ def decode_batch(
             request=request,
             sample_offsets=pack(np.zeros(1, np.int32)),
             first_token_ids=pack(np.full(1, vocab_size // 2, np.int32)),
-            kv=_empty_handover(request, layout_digest),
+            kv=empty_handover(request, layout_digest),
         )
-        for request in _requests(num_requests, num_tokens - 1, max_tokens, vocab_size)
+        for request in made_up_requests(num_requests, num_tokens - 1, max_tokens, vocab_size)
     )
     return DecodeBatch(batch_id=1, wake_id=1, admitted=admitted)
 
 
 def prefill_batch(num_requests: int, *, num_tokens: int, vocab_size: int) -> PrefillBatch:
     """Return prompts of `num_tokens` tokens that end with their first token, so that nothing is handed over."""
-    return PrefillBatch(batch_id=1, wake_id=1, requests=tuple(_requests(num_requests, num_tokens, 1, vocab_size)))
+    return PrefillBatch(
+        batch_id=1, wake_id=1, requests=tuple(made_up_requests(num_requests, num_tokens, 1, vocab_size))
+    )
 
 
-def _requests(count: int, num_tokens: int, max_tokens: int, vocab_size: int) -> Iterator[Request]:
+def made_up_requests(count: int, num_tokens: int, max_tokens: int, vocab_size: int) -> Iterator[Request]:
+    """Yield prompts of `num_tokens` random tokens that ask for `max_tokens`, whatever they are."""
     draw = np.random.default_rng(_SEED)
     for index in range(count):
         yield Request(
@@ -46,7 +49,8 @@ def _requests(count: int, num_tokens: int, max_tokens: int, vocab_size: int) -> 
         )
 
 
-def _empty_handover(request: Request, layout_digest: str) -> KVHandle:
+def empty_handover(request: Request, layout_digest: str) -> KVHandle:
+    """Return the handle of a buffer with nothing in it."""
     return KVHandle(
         request_id=request.request_id,
         source_rank=0,
