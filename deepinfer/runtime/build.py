@@ -179,12 +179,12 @@ class _Builder:
             return 0
         blocks = {group.name: 2 for group in loaded.kv_groups if group.kind == "paged"}
         runner = self.runner(loaded, CacheSize(blocks, self.max_running + 1, 0), groups, None)
+        num_sequences, num_rows, num_logits = self.max_running, self.config.prefill.max_tokens_per_step, None
         if self.role == "prefill":
-            num_sequences, num_rows = 1, self.config.prefill.max_tokens_per_step
+            num_logits = num_sequences
         else:
-            num_sequences = self.max_running
             num_rows = num_sequences * (1 + self._num_decode_drafts(loaded))
-        num_bytes = self.platform.peak_bytes(lambda: runner.run_padding(num_sequences, num_rows))
+        num_bytes = self.platform.peak_bytes(lambda: runner.run_padding(num_sequences, num_rows, num_logits=num_logits))
         get_logger(f"{self.role}-{self.rank}").info("a step needs %.2f GiB beside its caches", num_bytes / 2**30)
         return num_bytes
 

@@ -6,7 +6,7 @@ Nothing in it waits for the device: what the host has to learn is copied to it, 
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -107,11 +107,19 @@ class ModelRunner:
             with torch.inference_mode():
                 self._graphs.record_largest("whole", self._run_whole)
 
-    def run_padding(self, num_sequences: int, num_rows: int) -> None:
-        """Run a decode step of that size whose rows are all padding: to see what it needs."""
+    def run_padding(self, num_sequences: int, num_rows: int, *, num_logits: int | None = None) -> None:
+        """Run a step of that size whose rows are all padding, to see what it needs.
+
+        It is a decode step, or, with `num_logits`, one of prompts that wants as many logits.
+        """
         slots = torch.zeros(num_sequences, dtype=torch.int64, device=self._table.device)
+        decode = DecodeRows(slots, torch.full_like(slots, -1), num_rows)
         with torch.inference_mode():
-            self._run_whole(DecodeRows(slots, torch.full_like(slots, -1), num_rows))
+            if num_logits is None:
+                self._run_whole(decode)
+            else:
+                step = build_decode_inputs(self._around, decode).forward
+                self._model.forward(replace(step, logit_rows=step.logit_rows[:num_logits]))
 
     def start_step(self, plan: StepPlan) -> None:
         """Apply admissions and grants and run the rows; `finish_step` of the same plan comes next."""

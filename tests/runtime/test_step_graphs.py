@@ -222,3 +222,12 @@ def test_nothing_in_a_step_reads_the_device_or_has_its_shape_from_it(rule: str, 
     assert all(lengths[slot] >= 3 for slot in range(1, 6))
     assert found[4].prompt_logprobs.keys() == {7}
     assert not any(slot.failure for output in found for slot in output.slots)
+
+
+def test_a_step_of_prompts_is_tried_without_the_logits_of_all_its_rows() -> None:
+    """They would be the largest thing in it: 34 GB at 65,536 rows of the released vocabulary."""
+    runner = _runner(SharedNoiseVerifier(), is_rejection=False, capture=None)
+    seen: list[tuple[int, int]] = []
+    runner._model.forward = lambda inputs: seen.append((len(inputs.token_ids), len(inputs.logit_rows)))  # type: ignore[method-assign]
+    runner.run_padding(2, 50, num_logits=4)
+    assert seen == [(50, 4)]
