@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
-from deepinfer.kernels.nvidia.host_memory import share_with_device
+from deepinfer.kernels.nvidia.host_memory import device_readable
 from deepinfer.kernels.nvidia.number_formats import decode_e4m3, decode_e8m0, spread
 from deepinfer.kernels.ops import Numerics
 from deepinfer.kernels.reference.engram import EngramLookup as HostLookup
@@ -135,12 +135,15 @@ class EngramLookup:
     """
 
     numerics: Numerics
-    _is_shared: dict[int, bool] = field(default_factory=dict)
+    _readable: dict[int, Tensor | None] = field(default_factory=dict)
 
     def __call__(self, rows: Tensor, table: Tensor, scale: Tensor) -> Tensor:
-        if table.device != rows.device and not (self._shared(table) and self._shared(scale)):
-            found = HostLookup(self.numerics)(rows.to(table.device), table, scale)
-            return found.to(rows.device)
+        if table.device != rows.device:
+            near_table, near_scale = self._near(table), self._near(scale)
+            if near_table is None or near_scale is None:
+                found = HostLookup(self.numerics)(rows.to(table.device), table, scale)
+                return found.to(rows.device)
+            table, scale = near_table, near_scale
         width = table.shape[1]
         out = torch.empty(rows.shape[0], rows.shape[1] * width, dtype=self.numerics.dtype, device=rows.device)
         if rows.numel():
@@ -149,11 +152,11 @@ class EngramLookup:
             )
         return out
 
-    def _shared(self, tensor: Tensor) -> bool:
+    def _near(self, tensor: Tensor) -> Tensor | None:
         place = tensor.data_ptr()
-        if place not in self._is_shared:
-            self._is_shared[place] = share_with_device(tensor)
-        return self._is_shared[place]
+        if place not in self._readable:
+            self._readable[place] = device_readable(tensor)
+        return self._readable[place]
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,24 +13,30 @@ _ALREADY_REGISTERED = 712
 _log = get_logger("kernels")
 
 
-def share_with_device(tensor: Tensor) -> bool:
-    """Let kernels of the current device read `tensor` of the host where it lies, for the life of the process.
+def device_readable(tensor: Tensor) -> Tensor | None:
+    """`tensor` of the host, or a pinned copy, such that kernels of the current device read it for the process' life.
 
-    False, with a warning, where the driver refuses: mapped files on some file systems, or too little memory to pin.
+    None, with a warning, where neither is possible: too little memory to pin.
     """
-    if tensor.is_pinned():
-        return True
+    if tensor.is_pinned() or _register(tensor):
+        return tensor
+    size = tensor.nbytes / 2**30
+    try:
+        copied = tensor.pin_memory()
+    except RuntimeError as error:
+        _log.warning(
+            "%.1f GiB of host memory can't be read by the device (%s): the host reads them for it", size, error
+        )
+        return None
+    _log.warning("%.1f GiB of mapped memory can't be pinned where they lie: the device reads a copy", size)
+    return copied
+
+
+def _register(tensor: Tensor) -> bool:
+    """Pin the pages of `tensor`; False where the driver refuses, as it does for files on some file systems."""
     first = tensor.data_ptr() // _PAGE * _PAGE
     num_bytes = tensor.data_ptr() + tensor.nbytes - first
     runtime = torch.cuda.cudart()
-    for flags in (0, _READ_ONLY):
-        status = int(runtime.cudaHostRegister(first, num_bytes, flags))
-        if status in (0, _ALREADY_REGISTERED):
-            return True
-    _log.warning(
-        "%.1f GiB of host memory can't be read by the device in place (CUDA error %d): the host reads them for it,"
-        " and steps that use them can't be recorded",
-        num_bytes / 2**30,
-        status,
+    return any(
+        int(runtime.cudaHostRegister(first, num_bytes, flags)) in (0, _ALREADY_REGISTERED) for flags in (0, _READ_ONLY)
     )
-    return False
