@@ -257,6 +257,8 @@ def attention_cases(kernels: KernelSet, rows: int, context: int) -> Iterator[Cas
     step = window.pack(normal(rows, HEAD_DIM))
     pool_rows = 1 << 21
     pool = main.pack(normal(1 << 16, HEAD_DIM)).repeat(pool_rows >> 16, 1)
+    if window.num_bytes == main.num_bytes:  # a rank keeps such rows in one tensor
+        ring, step, pool = torch.cat((ring, step, pool)).split([len(ring), len(step), len(pool)])
     window_rows = torch.randint(0, len(ring) + rows, (rows, WINDOW), device="cuda")
     main_rows = torch.randint(0, pool_rows, (rows, SELECTED), device="cuda")
     query, sink = normal(rows, HEADS, HEAD_DIM), normal(HEADS, dtype=torch.float32)
