@@ -109,10 +109,16 @@ def _scan_kernel(
             limit = tl.minimum(tl.max(own, 0), first + SPAN)
             for start in range(first, limit, KEYS):
                 entries = start + tl.arange(0, KEYS)
-                if PER_BLOCK % KEYS == 0:
+                if PER_BLOCK % KEYS == 0 or 2 * PER_BLOCK == KEYS:
                     block = tl.load(table_ptr + sequence * table_stride + start // PER_BLOCK)
                     first_byte = block * (PER_BLOCK * NUM_BYTES) + start % PER_BLOCK * NUM_BYTES
                     offsets = tl.arange(0, KEYS) * NUM_BYTES
+                    if PER_BLOCK < KEYS:
+                        following = tl.minimum(start + PER_BLOCK, limit - 1) // PER_BLOCK
+                        following = tl.load(table_ptr + sequence * table_stride + following)
+                        leap = (following - block - 1) * (PER_BLOCK * NUM_BYTES)
+                        offsets = offsets + tl.where(tl.arange(0, KEYS) < PER_BLOCK, 0, leap)
+                    offsets = tl.multiple_of(offsets, NUM_BYTES & -NUM_BYTES)
                 else:
                     known = tl.minimum(entries, limit - 1)
                     block = tl.load(table_ptr + sequence * table_stride + known // PER_BLOCK)
