@@ -1,10 +1,9 @@
-"""Time the masks of a decode step: every sequence in one thread's turn against several threads.
+"""Time the masks of a decode step on the host.
 
-    python scripts/bench_masks.py [--checkpoint DIR] [--rows 64 256] [--drafts 0 5] [--threads 1 2 4 8]
+    python scripts/bench_masks.py [--checkpoint DIR] [--rows 64 256] [--drafts 0 5]
 
 Without a checkpoint, whose tokenizer is then used, the vocabulary is made up: 129,280 short texts. Sequences stand at
-different places of a JSON answer, and their drafts hold. Prints the shortest time of a step (numbers of threads take
-turns, so that other load on the machine hits all of them), and how many times faster it is than with one thread.
+different places of a JSON answer, and their drafts hold. Prints the shortest time of a step and the time of a mask.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from deepinfer.schema_check import grammar_of_so_args
 from deepinfer.structured_outputs.bitmask import num_words, words_of
 from deepinfer.structured_outputs.grammar import SequenceGrammar
 from deepinfer.structured_outputs.languages import build_grammar
-from deepinfer.structured_outputs.mask_filler import MaskFiller
 from deepinfer.structured_outputs.vocabulary import GrammarVocabulary, grammar_vocabulary
 from deepinfer.tokenizer import Tokenizer
 
@@ -57,19 +55,16 @@ def steps(vocabulary: GrammarVocabulary, token_ids: list[int], rows: int) -> lis
     return [SequenceGrammar(compiled, vocabulary, token_ids=token_ids[:place]) for place in places]
 
 
-def milliseconds(
-    num_threads: list[int], grammars: list[SequenceGrammar], drafts: list[list[int]], width: int
-) -> dict[int, float]:
-    """Return the shortest time of a step by number of threads."""
+def milliseconds(grammars: list[SequenceGrammar], drafts: list[list[int]], width: int) -> float:
+    """Return the shortest time of a step."""
     words = torch.empty((len(grammars), 1 + max(map(len, drafts)), width), dtype=torch.int32)
-    fillers = {count: MaskFiller(count) for count in num_threads}
-    times = dict.fromkeys(num_threads, math.inf)
+    best = math.inf
     for _ in range(REPEATS):
-        for count, filler in fillers.items():
-            begin = time.perf_counter()
-            filler.fill(grammars, drafts, words)
-            times[count] = min(times[count], 1000 * (time.perf_counter() - begin))
-    return times
+        begin = time.perf_counter()
+        for grammar, tokens, rows in zip(grammars, drafts, words, strict=True):
+            grammar.fill(rows, tokens)
+        best = min(best, 1000 * (time.perf_counter() - begin))
+    return best
 
 
 def main() -> None:
@@ -78,7 +73,6 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 5])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8])
     options = parser.parse_args()
     if options.checkpoint is None:
         vocabulary, token_ids = made_up_vocabulary(), [1 + byte for byte in ANSWER.encode()]
@@ -89,10 +83,11 @@ def main() -> None:
     for rows, num_drafts in itertools.product(options.rows, options.drafts):
         grammars = steps(vocabulary, token_ids, rows)
         drafts = [(token_ids + token_ids)[place % len(token_ids) :][:num_drafts] for place in range(rows)]
-        num_threads = sorted({1, *options.threads})
-        found = milliseconds(num_threads, grammars, drafts, num_words(vocabulary.vocab_size))
-        shown = ", ".join(f"{count}: {best:.2f} ms ({found[1] / best:.2f}x)" for count, best in found.items())
-        print(f"{rows} sequences, {num_drafts} drafts; by threads {shown}", flush=True)
+        best = milliseconds(grammars, drafts, num_words(vocabulary.vocab_size))
+        num_masks = rows * (1 + num_drafts)
+        print(
+            f"{rows} sequences, {num_drafts} drafts: {best:.2f} ms, {1000 * best / num_masks:.1f} us a mask", flush=True
+        )
 
 
 if __name__ == "__main__":

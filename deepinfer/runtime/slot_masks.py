@@ -1,6 +1,7 @@
 """The grammars of the sequences in a rank's slots: followed on the host, turned into the masks of a step.
 
 The masks of a step need the results of all steps before it. So they are built while its rows run, and it draws last.
+They are filled one after the other: threads make it slower, since each mask takes too short a time to share the lock.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 from deepinfer.scheduler.step_plan import StepOutput, StepPlan
 from deepinfer.structured_outputs.bitmask import StepMasks
 from deepinfer.structured_outputs.grammar import RequestGrammar, SequenceGrammar
-from deepinfer.structured_outputs.mask_filler import MaskFiller
 
 
 @dataclass(slots=True)
@@ -33,7 +33,6 @@ class SlotMasks:
         """No slot has a grammar."""
         self._max_drafts = max_drafts
         self._states: dict[int, _SlotState] = {}
-        self._filler = MaskFiller()
 
     def admit(self, plan: StepPlan) -> None:
         """Take over the sequences that get a slot with `plan`; output that they bring along is followed."""
@@ -55,7 +54,9 @@ class SlotMasks:
             return None
         states = [self._states[slot] for slot in slots]
         words = torch.empty((len(slots), 1 + self._max_drafts, states[0].grammar.num_words), dtype=torch.int32)
-        self._filler.fill([state.grammar for state in states], [state.drafts for state in states], words)
+        for state, rows in zip(states, words, strict=True):
+            num_valid = state.grammar.fill(rows, state.drafts)
+            rows[num_valid + 1 :] = rows[num_valid]  # no draft behind can be accepted: any mask will do
         return StepMasks(
             slots=torch.tensor(slots, dtype=torch.int64),
             positions=torch.tensor([state.num_tokens for state in states], dtype=torch.int64),
