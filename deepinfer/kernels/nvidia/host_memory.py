@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,16 @@ def _register(tensor: Tensor) -> bool:
     first = tensor.data_ptr() // _PAGE * _PAGE
     num_bytes = tensor.data_ptr() + tensor.nbytes - first
     runtime = torch.cuda.cudart()
-    return any(
-        int(runtime.cudaHostRegister(first, num_bytes, flags)) in (0, _ALREADY_REGISTERED) for flags in (0, _READ_ONLY)
-    )
+    for flags in (0, _READ_ONLY):
+        code = int(runtime.cudaHostRegister(first, num_bytes, flags))
+        if code != 0:
+            _forget_error()
+        if code in (0, _ALREADY_REGISTERED):
+            return True
+    return False
+
+
+def _forget_error() -> None:
+    """Take the error of a refused call from the runtime, which else reports it again at whatever is launched next."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")

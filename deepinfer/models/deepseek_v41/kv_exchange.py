@@ -55,7 +55,7 @@ def import_kv(
         if part.group == DRAFT_GROUP:
             assert first <= part.first_position, f"draft rows from {part.first_position}, not from {first} on"
             first, count = part.first_position, num_tokens - part.first_position
-            caches.draft_starts[slot] = first
+            caches.draft_starts[slot : slot + 1].fill_(first)
         assert (part.first_position, part.num_records) == (first, count), f"{part.group}: not of {num_tokens} tokens"
         data, offset = to_device(part.data, caches.window[0].device), 0
         for pool, rows in _places(caches, part.group, slot=slot, block_ids=block_ids, first=first, count=count):
