@@ -135,11 +135,17 @@ class QuantizedLinear(Protocol):
     """y = x W^T with FP8 activations: E4M3 per row and 32 columns, scale 2^ceil(log2(max(amax, 1e-4) / 448)).
 
     `weight` float8_e4m3fn [N, K], `scale` E8M0 bytes uint8 [ceil(N/32), ceil(K/32)]; x [T, K], y [T, N] model dtype.
+    `after_norm` multiplies `RMSNorm(x, norm)`, rows of x may lie apart; `after_swiglu` multiplies `SwiGLU` of gates and
+    ups side by side, `both` [T, 2 K]. Both round where the two ops do.
     """
 
     def prepare(self, weight: Tensor, scale: Tensor) -> Any: ...
 
     def __call__(self, x: Tensor, weight: Any) -> Tensor: ...
+
+    def after_norm(self, x: Tensor, norm: Tensor, weight: Any, *, epsilon: float) -> Tensor: ...
+
+    def after_swiglu(self, both: Tensor, weight: Any, *, limit: float) -> Tensor: ...
 
 
 class GroupedLinear(Protocol):

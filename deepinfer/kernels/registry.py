@@ -27,6 +27,7 @@ _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
         "deepinfer.kernels.reference.moe",
         "deepinfer.kernels.reference.norm",
         "deepinfer.kernels.reference.sampling",
+        "deepinfer.kernels.reference.swiglu",
     ),
     "triton": (
         "deepinfer.kernels.nvidia.advance",

@@ -287,10 +287,27 @@ def check_linear(bench: Bench) -> None:
     matrix = fp8_matrix(bench, sizes.expert_width, sizes.hidden)
     prepared = own.quantized_linear.prepare(*matrix)
     close(own.quantized_linear(x, prepared), wanted.quantized_linear(x, wanted.quantized_linear.prepare(*matrix)), 4e-3)
+    check_fused_inputs(bench, matrix)
     matrix = fp8_matrix(bench, sizes.groups * 64, sizes.group_width)
     y = bench.normal(sizes.rows, sizes.groups, sizes.group_width)
     given = wanted.grouped_linear(y, wanted.grouped_linear.prepare(*matrix, num_groups=sizes.groups))
     close(own.grouped_linear(y, own.grouped_linear.prepare(*matrix, num_groups=sizes.groups)), given, 4e-3)
+
+
+def check_fused_inputs(bench: Bench, matrix: tuple[Tensor, Tensor]) -> None:
+    """Products of what a norm of rows that lie apart, or SwiGLU, makes."""
+    width = matrix[0].shape[1]
+    _, apart = bench.normal(bench.sizes.rows, 2 * width).split(width, 1)
+    norm, both = bench.normal(width), bench.normal(bench.sizes.rows, 2 * width, scale=4)
+    results = []
+    for kernels in (bench.kernels, bench.reference):
+        linear = kernels.quantized_linear
+        prepared = linear.prepare(*matrix)
+        results.append(
+            (linear.after_norm(apart, norm, prepared, epsilon=1e-6), linear.after_swiglu(both, prepared, limit=10.0))
+        )
+    for own, wanted in zip(*results, strict=True):
+        close(own, wanted, 6e-3)
 
 
 def fp4_experts(bench: Bench, num_experts: int) -> list[Tensor]:

@@ -62,7 +62,13 @@ def _quantized_linear(bench: Bench) -> Run:
     sizes, linear = bench.sizes, bench.kernels.quantized_linear
     x = bench.normal(NUM_ROWS, sizes.hidden, dtype=bench.kernels.numerics.dtype)
     weight = linear.prepare(*fp8_matrix(bench, sizes.expert_width, sizes.hidden))
-    return lambda rows: [linear(x[rows], weight)]
+    norm = bench.normal(sizes.hidden)
+    both = bench.normal(NUM_ROWS, 2 * sizes.hidden, dtype=bench.kernels.numerics.dtype, scale=4)
+    return lambda rows: [
+        linear(x[rows], weight),
+        linear.after_norm(x[rows], norm, weight, epsilon=1e-6),
+        linear.after_swiglu(both[rows], weight, limit=10.0),
+    ]
 
 
 def _grouped_linear(bench: Bench) -> Run:

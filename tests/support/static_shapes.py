@@ -79,7 +79,8 @@ class _Allowed:
         self._kernel = kernel
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernel, name)
+        part = getattr(self._kernel, name)
+        return _Allowed(part) if callable(part) else part
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _not_looking():

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import BF16, VERIFIED
 from deepinfer.kernels.nvidia.casts import fp8_values
+from deepinfer.kernels.nvidia.moe import SwiGLU
+from deepinfer.kernels.nvidia.norm import RMSNorm
 from deepinfer.kernels.ops import Numerics
 from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles
 from deepinfer.kernels.registry import Implementation
@@ -41,6 +43,13 @@ class QuantizedLinear:
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         values = fp8_values(x) if self.numerics.quantise_activations else x
         return torch.mm(values, weight.t())
+
+    def after_norm(self, x: Tensor, norm: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
+        return self(RMSNorm(self.numerics)(x, norm, epsilon=epsilon), weight)
+
+    def after_swiglu(self, both: Tensor, weight: Tensor, *, limit: float) -> Tensor:
+        gate, up = both.chunk(2, 1)
+        return self(SwiGLU(self.numerics)(gate, up, limit=limit), weight)
 
 
 @dataclass(slots=True, frozen=True)

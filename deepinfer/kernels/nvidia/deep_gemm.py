@@ -24,6 +24,8 @@ from deepinfer.kernels.nvidia.experts import ExpertMLP as TritonExperts
 from deepinfer.kernels.nvidia.experts import Fp4Weights
 from deepinfer.kernels.nvidia.fp8_weights import Fp8Weight, reblock_fp8, recast_fp4
 from deepinfer.kernels.nvidia.gemm import QuantizedLinear as TritonLinear
+from deepinfer.kernels.nvidia.moe import SwiGLU
+from deepinfer.kernels.nvidia.norm import RMSNorm
 from deepinfer.kernels.ops import ExpertRows, Numerics
 from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles
 from deepinfer.kernels.registry import Implementation
@@ -83,6 +85,17 @@ class QuantizedLinear:
             return torch.empty(0, weight.codes.shape[0], dtype=torch.bfloat16, device=x.device)
         return _product(cast_fp8(x), weight)
 
+    def after_norm(self, x: Tensor, norm: Tensor, weight: Fp8Weight | Tensor, *, epsilon: float) -> Tensor:
+        if isinstance(weight, Tensor) or not len(x) or x.stride(1) != 1:
+            return self(RMSNorm(self.numerics)(x, norm, epsilon=epsilon), weight)
+        return _product(_norm_cast(x, norm, epsilon), weight)
+
+    def after_swiglu(self, both: Tensor, weight: Fp8Weight | Tensor, *, limit: float) -> Tensor:
+        if isinstance(weight, Tensor) or not len(both):
+            gate, up = both.chunk(2, 1)
+            return self(SwiGLU(self.numerics)(gate, up, limit=limit), weight)
+        return _product(_swiglu_cast(both, limit), weight)
+
 
 @dataclass(slots=True, frozen=True)
 class GroupedLinear:
@@ -100,6 +113,28 @@ class GroupedLinear:
 
 
 @triton.jit
+def _norm_cast_kernel(
+    x_ptr,
+    norm_ptr,
+    codes_ptr,
+    scale_ptr,
+    x_stride,
+    stride,
+    epsilon,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """RMS norm of one row, rounded to bf16, then cast."""
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    columns = tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + epsilon)
+    norm = tl.load(norm_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    rounded = (norm * (x * inverse[:, None])).to(tl.bfloat16).to(tl.float32)
+    store_cast(rounded, codes_ptr, scale_ptr, rows, rows >= 0, 0, WIDTH, stride, 1, BLOCK)
+
+
+@triton.jit
 def _swiglu_cast_kernel(
     both_ptr,
     weights_ptr,
@@ -109,23 +144,27 @@ def _swiglu_cast_kernel(
     num_rows,
     stride,
     limit,
+    WEIGHTED: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """SwiGLU of gate and up side by side, times the routing weight, rounded to bf16, then cast."""
+    """SwiGLU of gate and up side by side, times the routing weight of the copy, rounded to bf16, then cast."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    copy = tl.load(copy_ptr + rows, mask=rows < num_rows, other=-1)
-    inside = copy >= 0
+    inside = rows < num_rows
+    if WEIGHTED:
+        copy = tl.load(copy_ptr + rows, mask=inside, other=-1)
+        inside = copy >= 0
     first = tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     wanted = inside[:, None] & (columns < WIDTH)[None, :]
     place = both_ptr + rows[:, None] * (2 * WIDTH) + columns[None, :]
     gate = tl.minimum(tl.load(place, mask=wanted, other=0.0).to(tl.float32), limit)
     up = tl.load(place + WIDTH, mask=wanted, other=0.0).to(tl.float32)
-    weight = tl.load(weights_ptr + copy, mask=inside, other=0.0)
     values = gate * (1.0 / (1.0 + tl.exp(-gate))) * tl.minimum(tl.maximum(up, -limit), limit)
-    rounded = (weight[:, None] * values).to(tl.bfloat16).to(tl.float32)
+    if WEIGHTED:
+        values = tl.load(weights_ptr + copy, mask=inside, other=0.0)[:, None] * values
+    rounded = values.to(tl.bfloat16).to(tl.float32)
     store_cast(rounded, codes_ptr, scale_ptr, rows, inside, first, WIDTH, stride, ROWS, BLOCK)
 
 
@@ -174,7 +213,7 @@ class ExpertMLP:
         if not layout.num_places:
             return ExpertRows(rows[:0], layout.places)
         both = _grouped_product(cast_fp8(rows, layout.source, layout.num_places), experts.gate_up, layout)
-        hidden = _swiglu_cast(both, weights, layout, limit)
+        hidden = _swiglu_cast(both, limit, weights, layout)
         return ExpertRows(_grouped_product(hidden, experts.down, layout), layout.places)
 
 
@@ -185,18 +224,39 @@ def _grouped_product(x: tuple[Tensor, Tensor], weight: Fp8Weight, layout: Expert
     return out
 
 
-def _swiglu_cast(both: Tensor, weights: Tensor, layout: ExpertLayout, limit: float) -> tuple[Tensor, Tensor]:
-    width = both.shape[1] // 2
-    codes, scales = new_cast(layout.num_places, width, both.device)
-    _swiglu_cast_kernel[(triton.cdiv(layout.num_places, _CAST_ROWS), triton.cdiv(width, 512))](
-        both,
-        weights.contiguous(),
-        layout.copy,
+def _norm_cast(x: Tensor, norm: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    num_rows, width = x.shape
+    codes, scales = new_cast(num_rows, width, x.device)
+    _norm_cast_kernel[(num_rows,)](
+        x,
+        norm,
         codes.view(torch.uint8),
         scales,
-        layout.num_places,
+        x.stride(0),
+        scales.stride(1),
+        epsilon,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+    )
+    return codes, scales
+
+
+def _swiglu_cast(
+    both: Tensor, limit: float, weights: Tensor | None = None, layout: ExpertLayout | None = None
+) -> tuple[Tensor, Tensor]:
+    """With `weights` of the copies that `layout` names; without, `both` are plain rows."""
+    num_rows, width = both.shape[0], both.shape[1] // 2
+    codes, scales = new_cast(num_rows, width, both.device)
+    _swiglu_cast_kernel[(triton.cdiv(num_rows, _CAST_ROWS), triton.cdiv(width, 512))](
+        both,
+        both if weights is None else weights.contiguous(),
+        both if layout is None else layout.copy,
+        codes.view(torch.uint8),
+        scales,
+        num_rows,
         scales.stride(1),
         limit,
+        WEIGHTED=layout is not None,
         WIDTH=width,
         ROWS=_CAST_ROWS,
         BLOCK=512,

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
 from deepinfer.kernels.nvidia.casts import fp8_values
+from deepinfer.kernels.nvidia.moe import SwiGLU
+from deepinfer.kernels.nvidia.norm import RMSNorm
 from deepinfer.kernels.ops import Numerics
 from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles
 
@@ -89,6 +91,13 @@ class QuantizedLinear:
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         values = fp8_values(x) if self.numerics.quantise_activations else x
         return matmul(values.unsqueeze(1), weight, self.numerics.dtype)
+
+    def after_norm(self, x: Tensor, norm: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
+        return self(RMSNorm(self.numerics)(x, norm, epsilon=epsilon), weight)
+
+    def after_swiglu(self, both: Tensor, weight: Tensor, *, limit: float) -> Tensor:
+        gate, up = both.chunk(2, 1)
+        return self(SwiGLU(self.numerics)(gate, up, limit=limit), weight)
 
 
 @dataclass(slots=True, frozen=True)

@@ -10,7 +10,9 @@ from torch import Tensor
 from deepinfer.kernels.ops import Numerics
 from deepinfer.kernels.reference.abilities import implementation
 from deepinfer.kernels.reference.matmul import matmul_rows
+from deepinfer.kernels.reference.norm import RMSNorm
 from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles, round_fp8
+from deepinfer.kernels.reference.swiglu import SwiGLU
 
 
 def activation_values(x: Tensor, numerics: Numerics) -> Tensor:
@@ -40,6 +42,13 @@ class QuantizedLinear:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         return matmul_rows(activation_values(x, self.numerics), weight).to(self.numerics.dtype)
+
+    def after_norm(self, x: Tensor, norm: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
+        return self(RMSNorm(self.numerics)(x, norm, epsilon=epsilon), weight)
+
+    def after_swiglu(self, both: Tensor, weight: Tensor, *, limit: float) -> Tensor:
+        gate, up = both.chunk(2, 1)
+        return self(SwiGLU(self.numerics)(gate, up, limit=limit), weight)
 
 
 @dataclass(slots=True, frozen=True)

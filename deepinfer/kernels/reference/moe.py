@@ -1,4 +1,4 @@
-"""Routing, experts and their sum."""
+"""Routing, routed experts and their sum."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor
 
 from deepinfer.kernels.ops import ExpertRows, Numerics
 from deepinfer.kernels.reference.abilities import implementation
-from deepinfer.kernels.reference.elementwise import sigmoid, softplus
+from deepinfer.kernels.reference.elementwise import softplus
 from deepinfer.kernels.reference.gemm import activation_values
 from deepinfer.kernels.reference.matmul import ROW_TILE, matmul_tiles
 from deepinfer.kernels.reference.quantize import dequantize_fp4
+from deepinfer.kernels.reference.swiglu import SwiGLU
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,20 +32,6 @@ class RouteTokens:
         weights = chosen / (total + 1e-20).unsqueeze(1) * scale
         ids, places = order.sort(dim=1)
         return ids.masked_fill(is_padding.unsqueeze(1), -1), weights.gather(1, places)
-
-
-@dataclass(slots=True, frozen=True)
-class SwiGLU:
-    """`ops.SwiGLU`."""
-
-    numerics: Numerics
-
-    def __call__(self, gate: Tensor, up: Tensor, *, limit: float, weights: Tensor | None = None) -> Tensor:
-        opened = gate.float().clamp_max(limit)
-        values = opened * sigmoid(opened) * up.float().clamp(-limit, limit)
-        if weights is not None:
-            values = weights.unsqueeze(1) * values
-        return values.to(self.numerics.dtype)
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,7 +107,6 @@ class CombineExperts:
 
 IMPLEMENTATIONS = (
     implementation("route_tokens", lambda _: RouteTokens()),
-    implementation("swiglu", SwiGLU),
     implementation("expert_mlp", ExpertMLP),
     implementation("combine_experts", CombineExperts),
 )

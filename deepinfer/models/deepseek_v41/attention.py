@@ -64,19 +64,19 @@ class Attention:
             hidden, query_latent, asking = hidden[cut.kept], query_latent[cut.kept], cut.queries
         query = self.queries(query_latent, self._rotation(asking))
         if self.indexer is not None:
-            self.indexer(hidden, query_latent, asking, caches, published)
+            normed = self.kernels.rms_norm(query_latent, self.query_norm, epsilon=self.epsilon)
+            self.indexer(hidden, normed, asking, caches, published)
         mixed = self._attend(query, records, asking, caches, published)
         self.kernels.store_rows(caches.window[self.layer], rows.ring_targets, records)
         return self.output(mixed, self._rotation(asking))
 
     def compress(self, hidden: Tensor, rotation: Rotation, caches: Caches) -> tuple[Tensor, Tensor]:
-        """Return the latents of the queries [T, q rank] and the window records [T, bytes] of the rows.
+        """Return the latents of the queries [T, q rank], not normalised, and the window records [T, bytes] of the rows.
 
         The records hold until another layer compresses.
         """
         kernels = self.kernels
         query_latent, latent = kernels.quantized_linear(hidden, self.down_weight).split(self.down_widths, 1)
-        query_latent = kernels.rms_norm(query_latent, self.query_norm, epsilon=self.epsilon)
         records = kernels.latent_records(
             latent,
             self.latent_norm,
@@ -90,8 +90,9 @@ class Attention:
 
     def queries(self, query_latent: Tensor, rotation: Rotation) -> Tensor:
         """Return queries [T, H, d] from their latents [T, q rank]."""
-        query = self.kernels.quantized_linear(query_latent, self.query_up).unflatten(1, (self.num_heads, -1))
-        return self.kernels.rotate(query, rotation.cosine, rotation.sine)
+        linear = self.kernels.quantized_linear
+        query = linear.after_norm(query_latent, self.query_norm, self.query_up, epsilon=self.epsilon)
+        return self.kernels.rotate(query.unflatten(1, (self.num_heads, -1)), rotation.cosine, rotation.sine)
 
     def output(self, mixed: Tensor, rotation: Rotation) -> Tensor:
         """Return [T, D] from the heads' mixed values [T, H, d]."""

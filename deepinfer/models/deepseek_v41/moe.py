@@ -42,6 +42,5 @@ class MixtureOfExperts:
         return kernels.combine_experts(dispatcher.combine(rows, arrived), self._shared(hidden))
 
     def _shared(self, hidden: Tensor) -> Tensor:
-        kernels = self.kernels
-        gate, up = kernels.quantized_linear(hidden, self.shared_gate_up).chunk(2, 1)
-        return kernels.quantized_linear(kernels.swiglu(gate, up, limit=self.limit), self.shared_down)
+        linear = self.kernels.quantized_linear
+        return linear.after_swiglu(linear(hidden, self.shared_gate_up), self.shared_down, limit=self.limit)
