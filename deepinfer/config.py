@@ -50,6 +50,7 @@ class RayConfig(_Section, frozen=True, kw_only=True):
 
     `object_store_bytes` None: sized from the hand-overs in flight. `port` and `dashboard_port` of a Ray that
     `deepinfer-cluster up` starts; None: free ones (local), 6379 and 8265 (ssh). ssh: `hosts`, the first is the head;
+    `domains`, the hosts of each scale-up domain (one switch between all their devices) that spans several, by its name;
     `ssh_command` is put before the host's name, `python` is the interpreter on every host (None: the same path as
     here). kuberay: `image` of all pods.
     """
@@ -64,6 +65,7 @@ class RayConfig(_Section, frozen=True, kw_only=True):
     port: int | None = None
     dashboard_port: int | None = None
     hosts: tuple[str, ...] = ()
+    domains: dict[str, tuple[str, ...]] = {}
     ssh_command: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
     python: str | None = None
     image: str = "deepinfer:latest"
@@ -318,6 +320,15 @@ def keep_compiled_kernels(cache_dir: str | Path, *, rank_name: str) -> None:
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path(cache_dir) / "deep_gemm" / rank_name))
 
 
+def allow_peer_memory() -> None:
+    """Let torch's symmetric memory join GPUs that are each the first one of their process, and leave multicast alone.
+
+    Nothing here uses multicast, and torch would reserve its objects otherwise.
+    """
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+
+
 def encode_config(config: ClusterConfig) -> bytes:
     """Return `config` as msgpack bytes for another process."""
     return msgspec.msgpack.encode(config)
@@ -497,7 +508,7 @@ def _nearest(name: str, known: Mapping[str, object]) -> str:
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    mappings = ("ray.runtime_env", "kernels.overrides")
+    mappings = ("ray.runtime_env", "ray.domains", "kernels.overrides")
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"

@@ -1,13 +1,90 @@
-"""Which dispatcher serves the ranks of a group."""
+"""Which dispatchers serve a rank, and what they share."""
 
 from __future__ import annotations
 
+import importlib
+import socket
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
 from deepinfer.distributed.local_dispatcher import LocalDispatcher
 from deepinfer.distributed.process_groups import ProcessGroups
-from deepinfer.distributed.token_dispatcher import TokenDispatcher
+from deepinfer.distributed.token_dispatcher import ExchangeShape, TokenDispatcher
 from deepinfer.distributed.torch_dispatcher import TorchDispatcher
+from deepinfer.log import get_logger
+
+_MAX_PUSH_RANKS = 8  # buffers grow with ranks times rows
+_Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
+_LOGGER = get_logger("exchange")
 
 
-def open_dispatcher(groups: ProcessGroups | None, num_experts: int) -> TokenDispatcher:
-    """Return the dispatcher of a rank for `num_experts` logical experts; `groups` None: it is alone."""
-    return LocalDispatcher(num_experts) if groups is None else TorchDispatcher(groups.dispatch, num_experts)
+class Link(Protocol):
+    """What the dispatchers of a rank share that may be recorded; see `push_dispatcher.PushLink`."""
+
+    def rehearsal(self) -> AbstractContextManager[None]: ...
+
+    def check(self) -> None: ...
+
+
+class Dispatchers:
+    """Opens the dispatchers of a rank, one for each number of logical experts, and speaks for all of them."""
+
+    def __init__(self, make: Callable[[int], TokenDispatcher], link: Link | None = None) -> None:
+        """`make(num_experts)` opens one; `link` is what they share, if they do."""
+        self._make = make
+        self._link = link
+        self._opened: dict[int, TokenDispatcher] = {}
+
+    def __call__(self, num_experts: int) -> TokenDispatcher:
+        """Return the dispatcher for `num_experts` logical experts."""
+        if num_experts not in self._opened:
+            self._opened[num_experts] = self._make(num_experts)
+        return self._opened[num_experts]
+
+    def recording(self, capture: _Capture) -> _Capture:
+        """Return `capture` such that a rank may record by itself: no other rank hears of it until the replay."""
+        link = self._link
+        if link is None:
+            return capture
+
+        def record(work: Callable[[], Any]) -> Callable[[], Any]:
+            with link.rehearsal():
+                return capture(work)
+
+        return record
+
+    def check(self) -> None:
+        """Raise RankError if an exchange that has ended on the device went wrong there."""
+        if self._link is not None:
+            self._link.check()
+
+
+def open_dispatchers(
+    groups: ProcessGroups | None, shapes: Sequence[ExchangeShape], *, device: torch.device, timeout_seconds: float
+) -> Dispatchers:
+    """Return the dispatchers of a rank whose exchanges have `shapes`; a collective. `groups` None: it is alone.
+
+    Ranks with GPUs of their own in one host push; others go through the process group, which knows no graphs.
+    """
+    if groups is None:
+        return Dispatchers(LocalDispatcher)
+    if device.type == "cuda" and groups.dispatch.num_ranks <= _MAX_PUSH_RANKS and _are_neighbours(groups, device):
+        module = importlib.import_module("deepinfer.distributed.push_dispatcher")
+        link = module.open_link(groups, shapes, device=device, timeout_seconds=timeout_seconds)
+        if link is not None:
+            return Dispatchers(partial(module.PushDispatcher, link), link)
+    if device.type == "cuda":
+        _LOGGER.warning("ranks exchange rows through their hosts' memory, and no step is recorded: this is slow")
+    return Dispatchers(partial(TorchDispatcher, groups.dispatch))
+
+
+def _are_neighbours(groups: ProcessGroups, device: torch.device) -> bool:
+    """Whether all ranks are in one host, each with a GPU of its own; a collective."""
+    own = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
+    gathered = groups.dispatch.all_gather(torch.tensor([zlib.crc32(name.encode()) for name in own]))
+    return len(gathered[:, 0].unique()) == 1 and len(gathered[:, 1].unique()) == len(gathered)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
+Rank = TypeVar("Rank", int, torch.Tensor)
 
-def first_expert(rank: int, *, num_ranks: int, num_experts: int) -> int:
-    """Return the first logical expert of `rank`; `rank == num_ranks` gives the end."""
+
+def first_expert(rank: Rank, *, num_ranks: int, num_experts: int) -> Rank:
+    """Return the first logical expert of `rank`; `rank == num_ranks` gives the end. Ranks may be a tensor."""
     return rank * num_experts // num_ranks
 
 

@@ -24,6 +24,19 @@ class Dispatched:
     handle: Any
 
 
+@dataclass(slots=True, frozen=True)
+class ExchangeShape:
+    """An exchange that buffers are made for: at most `max_rows` rows a rank, of `row_bytes`, each to `columns` experts.
+
+    An expert's answer to a copy has `answer_bytes`. Both are whole words of 4 bytes.
+    """
+
+    columns: int
+    row_bytes: int
+    answer_bytes: int
+    max_rows: int
+
+
 class TokenDispatcher(Protocol):
     """A collective of all ranks of an expert-parallel group: each `dispatch` needs its `combine` on every rank.
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from deepinfer.config import TablePlace
-from deepinfer.distributed.token_dispatcher import TokenDispatcher
+from deepinfer.distributed.token_dispatcher import ExchangeShape, TokenDispatcher
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.models.checkpoint_reads import NodePlace, OnProgress
@@ -205,6 +205,10 @@ class ModelSpec(Protocol):
 
         Raises ConfigError when fewer than the windows need while drafts of that length may be undone.
         """
+        ...
+
+    def exchange_shapes(self, kernels: KernelSet, *, max_rows: int, tables: TablePlace) -> tuple[ExchangeShape, ...]:
+        """What ranks exchange in a pass of at most `max_rows` rows each."""
         ...
 
     def weight_bytes(self, *, num_ranks: int, drafts: DraftUse, tables: TablePlace) -> WeightBytes:

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from deepinfer import __version__
-from deepinfer.config import ClusterConfig, DecodeConfig, PrefillConfig, keep_compiled_kernels
-from deepinfer.distributed.dispatchers import open_dispatcher
+from deepinfer.config import ClusterConfig, DecodeConfig, PrefillConfig, allow_peer_memory, keep_compiled_kernels
+from deepinfer.distributed.dispatchers import Dispatchers, open_dispatchers
 from deepinfer.distributed.process_groups import ProcessGroups
 from deepinfer.distributed.step_sync import GroupStepSync, LocalStepSync
 from deepinfer.errors import ConfigError
@@ -64,6 +64,7 @@ class _Loaded:
     kv_groups: tuple[KVGroup, ...]
     max_model_len: int
     num_drafts: int
+    dispatchers: Dispatchers
 
 
 @dataclass(slots=True, frozen=True)
@@ -143,6 +144,23 @@ class _Builder:
             kv_groups=spec.kv_groups(kernels, tokens_per_block=config.cache.block_size, with_drafts=num_drafts > 0),
             max_model_len=_max_model_len(spec, config.model.max_model_len),
             num_drafts=num_drafts,
+            dispatchers=self._open_dispatchers(spec, kernels, num_drafts, groups),
+        )
+
+    def _open_dispatchers(
+        self, spec: ModelSpec, kernels: KernelSet, num_drafts: int, groups: ProcessGroups | None
+    ) -> Dispatchers:
+        """Prepare the exchange of rows with the other ranks; a collective."""
+        if self.stand_in is not None:
+            return Dispatchers(self.stand_in.dispatchers)
+        max_rows = self.config.prefill.max_tokens_per_step
+        if self.role == "decode":  # of a step or a draft pass, which has a whole block of drafts and their anchor
+            max_rows = (self.max_running + 1) * (1 + (spec.draft_block_size if num_drafts else 0))
+        return open_dispatchers(
+            groups,
+            spec.exchange_shapes(kernels, max_rows=max_rows, tables=self._section.ngram_tables),
+            device=self.platform.device,
+            timeout_seconds=self.config.scheduler.step_timeout_seconds,
         )
 
     def _keep_tokens(self, spec: ModelSpec) -> int | None:
@@ -156,7 +174,7 @@ class _Builder:
             get_logger(f"{self.role}-{self.rank}").info("the last %d tokens of a prompt run at full depth", keep_tokens)
         return keep_tokens
 
-    def size(self, loaded: _Loaded, groups: ProcessGroups | None) -> CacheSize:
+    def size(self, loaded: _Loaded) -> CacheSize:
         """Decide how many blocks and slots there are; a collective."""
         return size_caches(
             loaded.kv_groups,
@@ -164,7 +182,7 @@ class _Builder:
                 self.config.cache,
                 self.platform,
                 ranks_per_device=self.config.ranks_per_device or 1,
-                step_bytes=self._step_bytes(loaded, groups),
+                step_bytes=self._step_bytes(loaded),
             ),
             max_running=self.max_running,
             max_model_len=loaded.max_model_len,
@@ -173,12 +191,12 @@ class _Builder:
             ),
         )
 
-    def _step_bytes(self, loaded: _Loaded, groups: ProcessGroups | None) -> int:
+    def _step_bytes(self, loaded: _Loaded) -> int:
         """What the largest step needs beside weights and caches; on a CPU that is not counted so closely."""
         if self.platform.name == "cpu":
             return 0
         blocks = {group.name: 2 for group in loaded.kv_groups if group.kind == "paged"}
-        runner = self.runner(loaded, CacheSize(blocks, self.max_running + 1, 0), groups, None)
+        runner = self.runner(loaded, CacheSize(blocks, self.max_running + 1, 0), None)
         num_sequences, num_rows, num_logits = self.max_running, self.config.prefill.max_tokens_per_step, None
         if self.role == "prefill":
             num_logits = num_sequences
@@ -188,16 +206,14 @@ class _Builder:
         get_logger(f"{self.role}-{self.rank}").info("a step needs %.2f GiB beside its caches", num_bytes / 2**30)
         return num_bytes
 
-    def runner(
-        self, loaded: _Loaded, size: CacheSize, groups: ProcessGroups | None, make_drafter: MakeDrafter | None
-    ) -> ModelRunner:
+    def runner(self, loaded: _Loaded, size: CacheSize, make_drafter: MakeDrafter | None) -> ModelRunner:
         """Allocate caches and slot table."""
         spec, tokenizer = loaded.spec, loaded.tokenizer
 
         def spell_bad_words(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
             return bad_word_ids(params.bad_words, tokenizer)
 
-        dispatchers = partial(open_dispatcher, groups) if self.stand_in is None else self.stand_in.dispatchers
+        dispatchers = loaded.dispatchers
         dispatcher = dispatchers(spec.num_experts)
         if self.config.determinism.batch_invariant and not dispatcher.batch_invariant:
             raise ConfigError(
@@ -236,7 +252,7 @@ class _Builder:
                 dispatchers=dispatchers,
                 make_drafter=make_drafter,
             ),
-            capture=self.platform.capture if self.uses_graphs else None,
+            capture=dispatchers.recording(self.platform.capture) if self.uses_graphs else None,
         )
 
     @property
@@ -336,6 +352,7 @@ def build_rank_engine(
     """
     if config.accelerator == "nvidia":
         keep_compiled_kernels(config.cache_dir, rank_name=f"{role}-{rank}")
+        allow_peer_memory()
     platform = load_platform(config.accelerator)
     builder = _Builder(config, role, rank, num_ranks, Path(model_directory), platform, on_phase, stand_in)
     with builder.phase(f"meeting {num_ranks} ranks"):
@@ -343,8 +360,8 @@ def build_rank_engine(
     with builder.phase("loading weights"):
         loaded = builder.load(groups)
     with builder.phase("allocating caches"):
-        size = builder.size(loaded, groups)
-        runner = builder.runner(loaded, size, groups, make_drafter)
+        size = builder.size(loaded)
+        runner = builder.runner(loaded, size, make_drafter)
     stream = platform.open_stream(f"{role}-{rank}-device")
     if builder.uses_graphs:
         with builder.phase("recording steps"):
@@ -366,6 +383,7 @@ def build_rank_engine(
         max_model_len=loaded.max_model_len,
         asynchronous=config.scheduler.asynchronous,
         observe_step=observe_step,
+        check_exchange=loaded.dispatchers.check,
     )
     return RankEngine(parts)
 

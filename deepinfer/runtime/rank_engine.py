@@ -71,6 +71,7 @@ class EngineParts:
     asynchronous: bool = True
     observe_step: StepObserver | None = None
     planner: VerifyPlanner | None = None
+    check_exchange: Callable[[], None] | None = None  # raises what went wrong between ranks on the device
 
 
 class RankEngine:
@@ -286,6 +287,8 @@ class RankEngine:
         if entry.start is not None:
             assert entry.finish is not None, "the oldest step waits for no results"
             output = entry.finish.result().resolve()
+            if self._parts.check_exchange is not None:
+                self._parts.check_exchange()
             for piece in (entry.start, entry.finish):
                 self._record_work(piece, padding=entry.plan.is_idle)
                 output.device_seconds += piece.end_seconds - piece.begin_seconds

@@ -26,15 +26,12 @@ def fetch_rows(
     A collective of all ranks of `dispatcher`, which serves `num_experts` experts and of which rank r holds share r: a
     row's number travels like a token for the first expert of the rank that holds the row.
     """
-    experts = [
-        first_expert(rank, num_ranks=dispatcher.num_ranks, num_experts=num_experts)
-        for rank in range(dispatcher.num_ranks)
-    ]
     owners = rows // _share_length(table.num_rows, dispatcher.num_ranks)
-    targets = torch.tensor(experts, dtype=torch.int64, device=rows.device)[owners]
+    targets = first_expert(owners, num_ranks=dispatcher.num_ranks, num_experts=num_experts)
     ones = torch.ones(len(rows), 1, dtype=torch.float32, device=rows.device)
     asked = dispatcher.dispatch(rows.unsqueeze(1), targets.unsqueeze(1), ones)
-    places = asked.rows.flatten() - table.first_row
+    # a place where nothing arrived may hold any number
+    places = torch.where(asked.expert_ids.flatten() < 0, 0, asked.rows.flatten() - table.first_row)
     # gathered as bytes: indexing has no FP8 kernel everywhere
     found = torch.cat([table.weight.view(torch.uint8)[places], table.scale[places]], dim=1)
     numbers = torch.arange(len(found), device=found.device).view_as(asked.expert_ids)

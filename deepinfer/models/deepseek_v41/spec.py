@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from deepinfer.config import TablePlace
+from deepinfer.distributed.token_dispatcher import ExchangeShape
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.models.checkpoint_reads import NodePlace, OnProgress
 from deepinfer.models.deepseek_v41.caches import cache_groups, cache_layout
-from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.models.deepseek_v41.config import QUANT_BLOCK, ModelConfig
 from deepinfer.models.deepseek_v41.config_file import read_config
 from deepinfer.models.deepseek_v41.memory_need import memory_needed, table_bytes
 from deepinfer.models.deepseek_v41.model import DeepseekV41
@@ -69,6 +70,20 @@ class DeepseekV41Spec:
     def prompt_keep_tokens(self, wanted: int | None, *, max_draft_tokens: int) -> int:
         """See `model_spec.ModelSpec`; by default window + 12."""
         return prompt_keep_tokens(self.config, wanted, max_draft_tokens=max_draft_tokens)
+
+    def exchange_shapes(self, kernels: KernelSet, *, max_rows: int, tables: TablePlace) -> tuple[ExchangeShape, ...]:
+        """See `model_spec.ModelSpec`: rows for experts, and the numbers of table rows that lie elsewhere."""
+        config = self.config
+        chosen = {config.num_experts_per_tok}
+        if config.num_draft_stages:
+            chosen.add(config.dspark_num_experts_per_tok)
+        row_bytes = config.hidden_size * kernels.numerics.dtype.itemsize
+        shapes = [ExchangeShape(columns, row_bytes, row_bytes, max_rows) for columns in sorted(chosen)]
+        if tables == "sharded":
+            width = config.engram_head_dim
+            max_lookups = max_rows * config.num_engram_rows_per_token
+            shapes.append(ExchangeShape(1, torch.int64.itemsize, width + width // QUANT_BLOCK, max_lookups))
+        return tuple(shapes)
 
     def weight_bytes(self, *, num_ranks: int, drafts: DraftUse, tables: TablePlace) -> WeightBytes:
         """See `model_spec.ModelSpec`."""

@@ -1,0 +1,65 @@
+"""Exchanges with experts that need no weights: what is sent, what the experts answer, what has to come back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepinfer.distributed.token_dispatcher import Dispatched
+from deepinfer.kernels.ops import ExpertRows
+
+EXPERTS = 7
+WIDTH = 12
+COLUMNS = 3
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one rank gives to `dispatch`."""
+
+    rows: torch.Tensor
+    expert_ids: torch.Tensor
+    weights: torch.Tensor
+
+    def expected(self) -> torch.Tensor:
+        """[T, K, D]: expert e answers row * (e + 2) * weight; zeros where there is no expert."""
+        factors = (self.expert_ids + 2) * self.weights
+        answers = (self.rows.float().unsqueeze(1) * factors.unsqueeze(2)).to(self.rows.dtype)
+        return answers.masked_fill((self.expert_ids < 0).unsqueeze(2), 0)
+
+    def to(self, device: torch.device) -> Exchange:
+        """The same on a device."""
+        return Exchange(self.rows.to(device), self.expert_ids.to(device), self.weights.to(device))
+
+
+def exchange_of(
+    seed: int,
+    num_rows: int,
+    *,
+    width: int = WIDTH,
+    columns: int = COLUMNS,
+    num_experts: int = EXPERTS,
+    favourite: int | None = None,
+) -> Exchange:
+    """A random exchange; one id in num_experts + 1 is -1. With `favourite` all rows go to that expert too."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num_rows, width, generator=generator).bfloat16()
+    expert_ids = torch.randint(-1, num_experts, (num_rows, columns), generator=generator)
+    if favourite is not None:
+        expert_ids[:, 0] = favourite
+    return Exchange(rows, expert_ids, torch.rand(num_rows, columns, generator=generator))
+
+
+def answers_of(arrived: Dispatched, first: int) -> ExpertRows:
+    """What the experts of a rank, of which the first one is `first`, make of what has arrived."""
+    factors = (arrived.expert_ids + first + 2) * arrived.weights
+    answers = (arrived.rows.float().unsqueeze(1) * factors.unsqueeze(2)).to(arrived.rows.dtype)
+    numbers = torch.arange(factors.numel(), device=factors.device).view_as(arrived.expert_ids)
+    return ExpertRows(answers.flatten(0, 1), torch.where(arrived.expert_ids < 0, -1, numbers))
+
+
+def combined(returned: ExpertRows) -> torch.Tensor:
+    """[T, K, D], zeros where nothing was sent."""
+    values = torch.cat((returned.values, returned.values.new_zeros(1, returned.values.shape[1])))
+    return values[returned.places]
