@@ -6,8 +6,10 @@ import torch
 from support.flat_pool_case import check_flat_pool
 from support.op_cases import Bench, Check, same
 
+from deepinfer.kernels.nvidia.casts import cast_fp8
 from deepinfer.kernels.nvidia.fp8_weights import dequantise, recast_fp4
 from deepinfer.kernels.nvidia.select import block_maxima, select_largest
+from deepinfer.kernels.ops import PagedRows
 from deepinfer.kernels.reference.index_select import choose_entries
 from deepinfer.kernels.reference.quantize import dequantize_fp4
 
@@ -28,6 +30,21 @@ def check_recast(bench: Bench) -> None:
     assert recast_fp4(packed, scale) is not None
 
 
+def check_cast(bench: Bench) -> None:
+    """Codes and scales of 128 columns each, rounded to nearest even; rows from elsewhere, and none."""
+    values = bench.normal(5, 384, scale=3)
+    values[1] *= 1e-6
+    values[2, :128] = 0
+    codes, scales = cast_fp8(values)
+    groups = values.float().unflatten(1, (3, 128))
+    largest = groups.abs().amax(2).clamp_min(1e-4) / 448
+    same(scales, torch.exp2(largest.log2().ceil()))
+    same(codes.float(), (groups / scales.unsqueeze(2)).to(torch.float8_e4m3fn).float().flatten(1))
+    source = torch.tensor([4, -1, 0], dtype=torch.int32, device=bench.device)
+    moved, _ = cast_fp8(values, source, 3)
+    same(moved.float()[::2], codes.float()[[4, 0]])
+
+
 def check_select(bench: Bench) -> None:
     """Choices from wide rows: many ties, few usable values, rows that rise and fall, and of which little is visible."""
     num_selected, width = 8, 20011
@@ -46,4 +63,37 @@ def check_select(bench: Bench) -> None:
     same(select_largest(values[:, :900], num_selected), choose_entries(values[:, :900].float(), num_selected))
 
 
-CHECKS: dict[str, Check] = {"recast": check_recast, "select": check_select, "flat_pool": check_flat_pool}
+def check_block_sizes(bench: Bench) -> None:
+    """Selections don't depend on how many entries a cache block holds."""
+    sizes, num_rows, num_entries = bench.sizes, 6, 5 * 64
+    keys = bench.normal(2 * num_entries, sizes.index_dim)
+    query = bench.normal(num_rows, sizes.index_heads, sizes.index_dim)
+    weights, starts = bench.normal(num_rows, sizes.index_heads), torch.tensor([0, 4, num_rows], device=bench.device)
+    visible = torch.tensor([300, 301, 302, 303, 33, 0], device=bench.device)
+    record = bench.kernels.record_formats("index", sizes.index_dim)
+    found = []
+    for per_block in (16, 32, 64, 128):
+        blocks = -(-num_entries // per_block)
+        table = torch.randperm(2 * blocks, generator=bench.generator).view(2, blocks)
+        pool = torch.zeros(2 * blocks * per_block, record.num_bytes, dtype=torch.uint8, device=bench.device)
+        for sequence in range(2):
+            places = (table[sequence].unsqueeze(1) * per_block + torch.arange(per_block)).flatten()[:num_entries]
+            pool[places.to(bench.device)] = record.pack(keys[sequence * num_entries : (sequence + 1) * num_entries])
+        found.append(
+            bench.kernels.index_select(
+                query, weights, PagedRows(pool, record, table.to(bench.device), per_block), sequence_starts=starts,
+                row_sequence=torch.tensor([0, 0, 0, 0, 1, 1], device=bench.device), visible=visible,
+                num_selected=sizes.selected, candidates=None, rule=None,
+            ).entries
+        )  # fmt: skip
+    for entries in found[1:]:
+        same(entries, found[0])
+
+
+CHECKS: dict[str, Check] = {
+    "cast": check_cast,
+    "recast": check_recast,
+    "select": check_select,
+    "flat_pool": check_flat_pool,
+    "block_sizes": check_block_sizes,
+}

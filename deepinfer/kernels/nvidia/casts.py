@@ -33,16 +33,33 @@ def _values_kernel(x_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def store_cast(x, codes_ptr, scale_ptr, rows, inside, first, WIDTH, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def store_cast(
+    x,
+    codes_ptr,
+    scale_ptr,
+    rows,
+    inside,
+    first,
+    WIDTH,
+    stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLAIN: tl.constexpr = False,
+):
     """Store x [ROWS, BLOCK] float32, columns `first` on, as codes [rows, WIDTH] and scales [WIDTH / 128, stride]."""
     columns = first + tl.arange(0, BLOCK)
     groups = first // 128 + tl.arange(0, BLOCK // 128)
-    scale = decode_e8m0(fp8_scale(group_maxima(x, ROWS, BLOCK // 128, 128)))
-    codes = encode_e4m3(tl.div_rn(x, spread(scale, ROWS, BLOCK // 128, 128)))
+    power = fp8_scale(group_maxima(x, ROWS, BLOCK // 128, 128))
+    # dividing by a power of two is multiplying by its reciprocal: exact, as the scale is no less than 2^-22
+    values = x * spread(decode_e8m0(254 - power), ROWS, BLOCK // 128, 128)
+    if PLAIN:
+        codes = encode_e4m3(values)
+    else:
+        codes = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     wanted = inside[:, None] & (columns < WIDTH)[None, :]
     tl.store(codes_ptr + rows[:, None] * WIDTH + columns[None, :], codes, mask=wanted)
     wanted = inside[:, None] & (groups < WIDTH // 128)[None, :]
-    tl.store(scale_ptr + groups[None, :] * stride + rows[:, None], scale, mask=wanted)
+    tl.store(scale_ptr + groups[None, :] * stride + rows[:, None], decode_e8m0(power), mask=wanted)
 
 
 @triton.jit
@@ -57,6 +74,7 @@ def _cast_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
@@ -68,7 +86,7 @@ def _cast_kernel(
     columns = first + tl.arange(0, BLOCK)
     wanted = inside[:, None] & (columns < WIDTH)[None, :]
     x = tl.load(x_ptr + source[:, None] * WIDTH + columns[None, :], mask=wanted, other=0.0).to(tl.float32)
-    store_cast(x, codes_ptr, scale_ptr, rows, inside, first, WIDTH, stride, ROWS, BLOCK)
+    store_cast(x, codes_ptr, scale_ptr, rows, inside, first, WIDTH, stride, ROWS, BLOCK, PLAIN)
 
 
 def fp8_values(x: Tensor) -> Tensor:
@@ -109,5 +127,6 @@ def cast_fp8(x: Tensor, source: Tensor | None = None, num_rows: int | None = Non
             WIDTH=width,
             ROWS=_ROWS,
             BLOCK=_BLOCK,
+            PLAIN=not x.is_cuda,
         )
     return codes, scales

@@ -24,7 +24,8 @@ _KEYS = 64
 _SPAN = 2048
 _SUMS = 8  # columns of the product that adds up heads: the fewest that a matrix unit takes
 _WARPS = 4
-_STAGES = 2
+_STAGES = 3
+_KEPT_KEYS = 128
 
 _WEIGH = tl.constexpr("""
 {
@@ -264,12 +265,12 @@ def score_kept(
             HEADS=num_heads,
             HEAD_BLOCK=max(16, triton.next_power_of_2(num_heads)),
             WIDTH=width,
-            KEYS=_KEYS,
+            KEYS=_KEPT_KEYS,
             SPAN=_SPAN,
             SUMS=_SUMS,
             PLAIN=not visible.is_cuda,
             num_warps=_WARPS,
-            num_stages=_STAGES,
+            num_stages=1,
         )
     return scores
 

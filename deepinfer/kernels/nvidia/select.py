@@ -15,7 +15,9 @@ from torch import Tensor
 
 FAN = 8  # values under one maximum of the next level
 _WIDEST = 16384  # values that one program chooses from
-_PIECE = 1024
+_NARROW = 4096  # wider rows are narrowed, though one program could hold them
+_PIECE = 2048
+_VALUES_PER_THREAD = 16
 
 
 @triton.jit
@@ -117,10 +119,11 @@ def _maxima_kernel(
     NEWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Largest of each SIZE neighbouring values of UNIT entries each; with NEWEST the last visible one is +inf."""
+    """Largest of each SIZE neighbours, values of UNIT entries each (0: all count); NEWEST: the last visible is +inf."""
     row = tl.program_id(0).to(tl.int64)
-    visible = tl.load(visible_ptr + row).to(tl.int32)
-    limit = tl.minimum((visible + UNIT - 1) // UNIT, width)
+    limit = width
+    if UNIT > 0:
+        limit = tl.minimum((tl.load(visible_ptr + row).to(tl.int32) + UNIT - 1) // UNIT, width)
     numbers = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     children = numbers[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     values = tl.load(value_ptr + row * stride + children, mask=children < limit, other=float("-inf"))
@@ -130,10 +133,10 @@ def _maxima_kernel(
     tl.store(out_ptr + row * num_out + numbers, best, mask=numbers < num_out)
 
 
-def block_maxima(values: Tensor, visible: Tensor, *, unit: int, size: int, newest: bool) -> Tensor:
+def block_maxima(values: Tensor, visible: Tensor | None, *, unit: int, size: int, newest: bool) -> Tensor:
     """bf16 [T, ceil(C / size)]: the largest of `size` (a power of two) neighbouring values [T, C] of `unit` entries.
 
-    Entries from `visible` [T] on don't count. With `newest` the last block that has a visible entry is +inf.
+    Entries from `visible` [T] on don't count; None: all do. With `newest` the last block with a visible entry is +inf.
     """
     num_rows, width = values.shape
     num_out = triton.cdiv(width, size)
@@ -141,7 +144,16 @@ def block_maxima(values: Tensor, visible: Tensor, *, unit: int, size: int, newes
     if num_rows:
         block = max(1, 2048 // size)
         _maxima_kernel[(num_rows, triton.cdiv(num_out, block))](
-            values, visible, out, values.stride(0), width, num_out, UNIT=unit, SIZE=size, NEWEST=newest, BLOCK=block
+            values,
+            values if visible is None else visible,
+            out,
+            values.stride(0),
+            width,
+            num_out,
+            UNIT=0 if visible is None else unit,
+            SIZE=size,
+            NEWEST=newest,
+            BLOCK=block,
         )
     return out
 
@@ -163,9 +175,9 @@ def select_largest(
     number is that of its entry.
     """
     levels, units = [values], [unit]
-    while levels[-1].shape[1] > _WIDEST or (len(levels) == 1 and maxima is not None):
+    narrow = max(_NARROW, FAN * num_selected)
+    while levels[-1].shape[1] > narrow:
         if len(levels) > 1 or maxima is None:
-            assert visible is not None, "rows this wide have a length"
             maxima = block_maxima(levels[-1], visible, unit=units[-1], size=FAN, newest=False)
         levels.append(maxima)
         units.append(units[-1] * FAN)
@@ -207,6 +219,6 @@ def _choose(
             NUM=num_selected,
             BLOCK=block,
             PIECE=min(block, _PIECE),
-            num_warps=8 if block <= _WIDEST // 2 else 16,
+            num_warps=min(16, max(1, block // (32 * _VALUES_PER_THREAD))),
         )
     return out
