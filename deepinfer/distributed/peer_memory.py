@@ -32,7 +32,7 @@ def open_peer_memory(group: Group, store: TCPStore, num_bytes: int, device: torc
     """
     name = f"deepinfer/{group.role}"
     _SymmetricMemory.set_group_info(name, group.rank, group.num_ranks, PrefixStore(name, store))
-    own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
+    own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     own.zero_()
     handle = _SymmetricMemory.rendezvous(own, name)
     assert handle is not None, name
