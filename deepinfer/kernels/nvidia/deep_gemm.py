@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import BF16, VERIFIED
+from deepinfer.kernels.nvidia.cast_rows import copy_cast
 from deepinfer.kernels.nvidia.casts import GROUP, cast_fp8, new_cast, store_cast
 from deepinfer.kernels.nvidia.expert_layout import ExpertLayout, lay_out_experts
 from deepinfer.kernels.nvidia.experts import ExpertMLP as TritonExperts
@@ -212,7 +213,8 @@ class ExpertMLP:
         layout = lay_out_experts(expert_ids, num_experts=len(experts.down.codes), tile=GROUP)
         if not layout.num_places:
             return ExpertRows(rows[:0], layout.places)
-        both = _grouped_product(cast_fp8(rows, layout.source, layout.num_places), experts.gate_up, layout)
+        cast = copy_cast(cast_fp8(rows), layout.source, layout.num_places)
+        both = _grouped_product(cast, experts.gate_up, layout)
         hidden = _swiglu_cast(both, limit, weights, layout)
         return ExpertRows(_grouped_product(hidden, experts.down, layout), layout.places)
 

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 512  # copies that one program finds the places of
 _STEP = 64
+_FEW_COPIES = 16384  # up to so many, a program finds the places of one step of copies; of more, of eight steps
 _CHUNKS_AT_ONCE = 32
 
 
@@ -103,10 +103,11 @@ def lay_out_experts(expert_ids: Tensor, *, num_experts: int, tile: int) -> Exper
     expert, source, copy = torch.empty(3, num_tiles * tile, dtype=torch.int32, device=device)
     places = torch.empty(expert_ids.shape, dtype=torch.int32, device=device)
     if num_copies:
-        num_chunks, block = triton.cdiv(num_copies, _CHUNK), triton.next_power_of_2(num_experts)
+        chunk = _STEP if num_copies <= _FEW_COPIES else 8 * _STEP
+        num_chunks, block = triton.cdiv(num_copies, chunk), triton.next_power_of_2(num_experts)
         counts = torch.empty(num_chunks, block, dtype=torch.int32, device=device)
         expert_ids = expert_ids.contiguous()
-        _count_kernel[(num_chunks,)](expert_ids, counts, num_copies, NUM_BLOCK=block, CHUNK=_CHUNK, STEP=_STEP)
+        _count_kernel[(num_chunks,)](expert_ids, counts, num_copies, NUM_BLOCK=block, CHUNK=chunk, STEP=_STEP)
         _place_kernel[(max(num_chunks, num_tiles),)](
             expert_ids,
             counts,
@@ -120,7 +121,7 @@ def lay_out_experts(expert_ids: Tensor, *, num_experts: int, tile: int) -> Exper
             COPIES=expert_ids.shape[1],
             NUM_BLOCK=block,
             TILE=tile,
-            CHUNK=_CHUNK,
+            CHUNK=chunk,
             STEP=_STEP,
             CHUNKS_AT_ONCE=_CHUNKS_AT_ONCE,
         )
