@@ -76,9 +76,7 @@ def build_row(fields: Mapping[str, Any], tag: int) -> BatchRow:
     present = check_fields(body, endpoint)
     params = sampling_params(present, endpoint)
     if endpoint == CHAT:
-        row = Row(
-            tag=tag, messages=_messages(present), chat=_chat_options(present), params=params, label=custom_id
-        )
+        row = Row(tag=tag, messages=_messages(present), chat=_chat_options(present), params=params, label=custom_id)
     else:
         options = ChatOptions(response_format=present.get("response_format"))
         row = Row(tag=tag, prompt=_prompt(present), chat=options, params=params, label=custom_id)
