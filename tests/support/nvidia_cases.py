@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from support.expert_layout_case import check_expert_layout
 from support.flat_pool_case import check_flat_pool
 from support.op_cases import Bench, Check, same
 
@@ -96,4 +97,5 @@ CHECKS: dict[str, Check] = {
     "select": check_select,
     "flat_pool": check_flat_pool,
     "block_sizes": check_block_sizes,
+    "expert_layout": check_expert_layout,
 }
