@@ -364,10 +364,19 @@ class ExpertMLP(Protocol):
 
     FP4 weights as released: `gate`, `up` uint8 [E, I, D/2], `down` uint8 [E, D, I/2] (low nibble = even column), scales
     E8M0 bytes per row and 32 columns; FP8 activations as in `QuantizedLinear`. The weight multiplies before `down`.
+    `few_rows`: no step has more than a few rows for an expert, so that memory counts for more than speed.
     """
 
     def prepare(
-        self, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor
+        self,
+        gate: Tensor,
+        gate_scale: Tensor,
+        up: Tensor,
+        up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        *,
+        few_rows: bool = False,
     ) -> Any: ...
 
     def __call__(

@@ -112,10 +112,14 @@ class KernelChoice:
 
 @dataclass(slots=True, frozen=True)
 class KernelSet:
-    """One implementation per op, and the backend that each came from. A model reaches its kernels through this."""
+    """One implementation per op, and the backend that each came from. A model reaches its kernels through this.
+
+    `batch_invariant`: that was asked of all of them.
+    """
 
     numerics: ops.Numerics
     backends: dict[str, str]
+    batch_invariant: bool
     record_formats: ops.RecordFormats
     store_rows: ops.StoreRows
     linear: ops.Linear
@@ -148,7 +152,8 @@ class KernelSet:
 
 def op_names() -> tuple[str, ...]:
     """Return the names of all ops of a kernel set."""
-    return tuple(field.name for field in dataclasses.fields(KernelSet) if field.name not in ("numerics", "backends"))
+    others = ("numerics", "backends", "batch_invariant")
+    return tuple(field.name for field in dataclasses.fields(KernelSet) if field.name not in others)
 
 
 def select_kernels(
@@ -170,7 +175,7 @@ def select_kernels(
         _log.warning("not tested on %s: %s", choice.chip, ", ".join(choice.unverified))
     built = {op: entry.build(choice.numerics) for op, (_, entry) in choice.entries.items()}
     names = {op: name for op, (name, _) in choice.entries.items()}
-    return KernelSet(numerics=choice.numerics, backends=names, **built)
+    return KernelSet(numerics=choice.numerics, backends=names, batch_invariant=batch_invariant, **built)
 
 
 def choose_kernels(

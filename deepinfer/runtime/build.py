@@ -164,14 +164,15 @@ class _Builder:
         )
 
     def _keep_tokens(self, spec: ModelSpec) -> int | None:
-        """How many tokens of a prompt run at full depth; None: all."""
+        """How many tokens of a prompt run at full depth; None: all, or a rank that runs no prompts."""
         if self.config.model.prefill_truncation == "off":
             return None
         keep_tokens = spec.prompt_keep_tokens(
             self.config.model.prefill_keep_tokens, max_draft_tokens=self.config.speculative.max_draft_tokens
         )
-        if self.role == "prefill":
-            get_logger(f"{self.role}-{self.rank}").info("the last %d tokens of a prompt run at full depth", keep_tokens)
+        if self.role == "decode":
+            return None
+        get_logger(f"{self.role}-{self.rank}").info("the last %d tokens of a prompt run at full depth", keep_tokens)
         return keep_tokens
 
     def size(self, loaded: _Loaded) -> CacheSize:

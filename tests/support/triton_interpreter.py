@@ -52,7 +52,8 @@ def triton_kernels() -> KernelSet:
     backend = load_backend("triton", "cpu")
     assert backend.fault is None, backend.fault
     built = {op: backend.implementations[op].build(REFERENCE_NUMERICS) for op in op_names()}
-    return KernelSet(numerics=REFERENCE_NUMERICS, backends=dict.fromkeys(built, "triton"), **built)
+    names = dict.fromkeys(built, "triton")
+    return KernelSet(numerics=REFERENCE_NUMERICS, backends=names, batch_invariant=False, **built)
 
 
 if __name__ == "__main__":

@@ -181,16 +181,25 @@ class Fp8Experts:
 class ExpertMLP:
     """`ops.ExpertMLP` with FP8 weights, a lossless recast at twice the memory, and 1 x 128 activation groups.
 
-    Shapes that don't divide by 128, and scales too far apart for a lossless recast, go to Triton in FP4.
+    Shapes that don't divide by 128, scales too far apart for a lossless recast, and layers with few rows go to Triton
+    in FP4.
     """
 
     numerics: Numerics
 
     def prepare(
-        self, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor
+        self,
+        gate: Tensor,
+        gate_scale: Tensor,
+        up: Tensor,
+        up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        *,
+        few_rows: bool = False,
     ) -> Fp8Experts | Fp4Weights:
         released = Fp4Weights(gate, gate_scale, up, up_scale, down, down_scale)
-        if gate.shape[1] % GROUP or 2 * gate.shape[2] % GROUP:
+        if few_rows or gate.shape[1] % GROUP or 2 * gate.shape[2] % GROUP:
             return released
         gate_up = recast_fp4(torch.cat((gate, up), 1), torch.cat((gate_scale, up_scale), 1))
         recast_down = recast_fp4(down, down_scale)

@@ -82,7 +82,15 @@ class ExpertMLP:
     numerics: Numerics
 
     def prepare(
-        self, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor
+        self,
+        gate: Tensor,
+        gate_scale: Tensor,
+        up: Tensor,
+        up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        *,
+        few_rows: bool = False,  # noqa: ARG002  packed in any case
     ) -> Fp4Weights:
         return Fp4Weights(gate, gate_scale, up, up_scale, down, down_scale)
 

@@ -49,7 +49,15 @@ class ExpertMLP:
     numerics: Numerics
 
     def prepare(
-        self, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor
+        self,
+        gate: Tensor,
+        gate_scale: Tensor,
+        up: Tensor,
+        up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        *,
+        few_rows: bool = False,  # noqa: ARG002  unpacked in any case
     ) -> PreparedExperts:
         gate_up = torch.cat((dequantize_fp4(gate, gate_scale), dequantize_fp4(up, up_scale)), 1)
         return PreparedExperts(gate_up, dequantize_fp4(down, down_scale))

@@ -36,6 +36,7 @@ class Layer:
         constants: EngramConstants | None,
         kernels: KernelSet,
         *,
+        few_rows: bool,
         upstream_open_pair_keys: bool,
     ) -> None:
         self.kernels, self.engram = kernels, None
@@ -45,7 +46,9 @@ class Layer:
         self.attention = Attention(
             config, layer, weights.attention, kernels, upstream_open_pair_keys=upstream_open_pair_keys
         )
-        self.experts = MixtureOfExperts(config, weights.moe, kernels, num_chosen=config.num_experts_per_tok)
+        self.experts = MixtureOfExperts(
+            config, weights.moe, kernels, num_chosen=config.num_experts_per_tok, few_rows=few_rows
+        )
         self.around_attention = HyperConnection(config, weights.hc_attn, weights.attn_norm, kernels)
         self.around_experts = HyperConnection(config, weights.hc_ffn, weights.ffn_norm, kernels)
 
@@ -74,8 +77,8 @@ class Layer:
 class DeepseekV41:
     """A loaded rank; see `model_spec.Model`. `token_map` int64 [vocabulary]: token -> compressed id for the memory.
 
-    `keep_tokens`: how many tokens of a prompt run behind the last KV source (see `replay`); None: all of them.
-    `upstream_open_pair_keys`: see `Indexer`; for tests only.
+    `keep_tokens`: how many tokens of a prompt run behind the last KV source (see `replay`); None: all of them, or no
+    prompts at all. `upstream_open_pair_keys`: see `Indexer`; for tests only.
     """
 
     def __init__(
@@ -100,6 +103,8 @@ class DeepseekV41:
         self.window_frequencies = window_frequencies(config, self.device)
         self.compressed_frequencies = compressed_frequencies(config, self.device)
         constants = {constants.layer_id: constants for constants in config.engram_constants()}
+        # where prompts are cut short; a replayed sequence needs the bits of other ranks, which recast experts
+        has_few_rows = keep_tokens is not None and not kernels.batch_invariant
         self.layers = [
             Layer(
                 config,
@@ -107,6 +112,7 @@ class DeepseekV41:
                 layer_weights,
                 constants.get(layer),
                 kernels,
+                few_rows=has_few_rows and layer >= config.first_decoder_layer,
                 upstream_open_pair_keys=upstream_open_pair_keys,
             )
             for layer, layer_weights in enumerate(weights.layers)

@@ -15,8 +15,16 @@ from deepinfer.models.deepseek_v41.weight_types import MoeWeights, QuantizedLine
 class MixtureOfExperts:
     """The feed-forward part of one layer. The token's own rank adds the experts' rows in ascending expert id."""
 
-    def __init__(self, config: ModelConfig, weights: MoeWeights, kernels: KernelSet, *, num_chosen: int) -> None:
-        """`num_chosen`: experts per token, which is another number in draft stages."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: MoeWeights,
+        kernels: KernelSet,
+        *,
+        num_chosen: int,
+        few_rows: bool = False,
+    ) -> None:
+        """`num_chosen`: experts per token, which is another number in draft stages. `few_rows`: see `ExpertMLP`."""
 
         def prepare(linear: QuantizedLinear) -> object:
             return kernels.quantized_linear.prepare(linear.weight, linear.scale)
@@ -26,7 +34,13 @@ class MixtureOfExperts:
         self.num_chosen, self.scale = num_chosen, config.routed_scaling_factor
         self.router, self.bias = kernels.linear.prepare(weights.gate_weight), weights.gate_bias
         self.experts = kernels.expert_mlp.prepare(
-            experts.w1, experts.w1_scale, experts.w3, experts.w3_scale, experts.w2, experts.w2_scale
+            experts.w1,
+            experts.w1_scale,
+            experts.w3,
+            experts.w3_scale,
+            experts.w2,
+            experts.w2_scale,
+            few_rows=few_rows,
         )
         self.shared_gate_up, self.shared_down = prepare(stack_rows(shared.w1, shared.w3)), prepare(shared.w2)
 
