@@ -393,13 +393,20 @@ class CombineExperts(Protocol):
 class GumbelArgmax(Protocol):
     """Draw a token id a row from softmax(scores / temperature): arg-max of the quotient + noise, ties to the lower id.
 
-    `scores` [R, V] float32, -inf for excluded ids; `temperatures` [R] float32: the quotient is a true float32 division,
-    then the noise is added in float32; 0 means no noise and no division, the arg-max of the scores. `seeds`,
-    `positions` [R] int64; 0 <= `purpose` < 256. Noise as in `reference/sampling.py`: its words are the same everywhere,
-    its float values up to a few last bits. Returns [R] int64; some id of the vocabulary for a row that has a NaN or
-    nothing but -inf.
+    `scores` [R, V] float32, -inf for excluded ids; `bias` [R, V] float32, added first; `temperatures` [R] float32: the
+    quotient is a true float32 division, then the noise is added in float32; 0 means no noise and no division, the
+    arg-max of the scores. `seeds`, `positions` [R] int64; 0 <= `purpose` < 256. Noise as in `reference/sampling.py`:
+    its words are the same everywhere, its float values up to a few last bits. Returns [R] int64; -1 for a row that has
+    a NaN, +inf or nothing but -inf.
     """
 
     def __call__(
-        self, scores: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, *, purpose: int
+        self,
+        scores: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        temperatures: Tensor,
+        *,
+        purpose: int,
+        bias: Tensor | None = None,
     ) -> Tensor: ...

@@ -47,50 +47,52 @@ class Sampled:
     """`token_ids` [R] int64; `logprobs` of the owners that asked.
 
     `failed` [R] bool: the row's numbers were unusable; its token id is 0 and means nothing.
-    `fell_back` [R] bool: the rules left no token; it was drawn from the raw logits of the allowed ids instead.
+    `fell_back` [R] bool: the rules left no token; it was drawn from the raw logits of the allowed ids instead. None:
+    there were no rules.
     """
 
     token_ids: Tensor
     logprobs: OwnerLogprobs | None
     failed: Tensor
-    fell_back: Tensor
+    fell_back: Tensor | None
 
 
 @dataclass(slots=True, frozen=True)
 class Processed:
     """`scores` [R, V] float32 after the rules, perhaps the logits themselves: not to be written to.
 
-    `failed`, `fell_back` [R] bool as in `Sampled`.
+    `failed`, `fell_back` [R] bool as in `Sampled`. `failed` None: the scores alone tell.
     """
 
     scores: Tensor
-    failed: Tensor
-    fell_back: Tensor
+    failed: Tensor | None
+    fell_back: Tensor | None
 
 
 def sample(logits: Tensor, rows: TokenRows, state: SamplingState) -> Sampled:
     """Choose one token for each row of `logits` [R, V] float32 (left as it is)."""
     processed = process(logits, rows, state)
-    token_ids = choose(processed.scores, processed.failed, rows, state)
+    token_ids, failed = choose(processed.scores, processed.failed, rows, state)
     logprobs = rank_owners(logits, token_ids[rows.by_owner], rows.by_owner, rows, state)
-    return Sampled(token_ids=token_ids, logprobs=logprobs, failed=processed.failed, fell_back=processed.fell_back)
+    return Sampled(token_ids=token_ids, logprobs=logprobs, failed=failed, fell_back=processed.fell_back)
 
 
 def process(logits: Tensor, rows: TokenRows, state: SamplingState) -> Processed:
     """Apply the rules to each row of `logits` [R, V]."""
-    failed = unusable_rows(logits)
-    fell_back = torch.zeros_like(failed)
-    scores = masked = logits
-    if state.masks is not None:
-        scores = masked = logits.clone()
-        mask_scores(masked, state.masks, slots=rows.slots, positions=rows.positions)
     places = rows.places(state.rules)
-    if places:
-        scores = masked.clone()
+    if state.masks is None and not places:
+        # truncation could drop what is no number
+        return Processed(logits, unusable_rows(logits) if rows.places(state.truncating) else None, None)
+    failed, masked = unusable_rows(logits), logits
+    if state.masks is not None:
+        masked = logits.clone()
+        mask_scores(masked, state.masks, slots=rows.slots, positions=rows.positions)
+    if not places:
+        return Processed(masked, failed | unusable_rows(masked), None)
+    scores, fell_back = masked.clone(), torch.zeros_like(failed)
     for place in places:
         _apply_rules_of(place, scores, masked, fell_back, rows, state)
-    if scores is not logits:
-        failed = failed | ~scores.amax(dim=1).isfinite()
+    failed = failed | unusable_rows(scores)
     return Processed(scores, failed, fell_back & ~failed)
 
 
@@ -121,18 +123,27 @@ def _apply_rules_of(
 
 
 def choose(
-    scores: Tensor, failed: Tensor, rows: TokenRows, state: SamplingState, *, purpose: int = TOKEN_PURPOSE
-) -> Tensor:
-    """Return the token ids [R] int64: arg-max for greedy rows, else a draw with the noise of `purpose`; 0 if failed.
+    scores: Tensor,
+    failed: Tensor | None,
+    rows: TokenRows,
+    state: SamplingState,
+    *,
+    purpose: int = TOKEN_PURPOSE,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the token ids [R] int64, 0 where a row failed, and which did: [R] bool.
 
-    `scores` [R, V] and `failed` [R] as `process` returns them.
+    Arg-max for greedy rows, else a draw with the noise of `purpose`. `scores` [R, V] and `failed` as `process` returns
+    them; `bias` [R, V] is added to the scores.
     """
     temperatures = state.temperatures[rows.slots]
     if rows.places(state.truncating):
-        scores = temper(scores, rows, state)
+        scores, bias = temper(scores if bias is None else scores + bias, rows, state), None
         temperatures = (temperatures != 0).to(torch.float32)
-    token_ids = state.gumbel_argmax(scores, rows.seeds, rows.positions, temperatures, purpose=purpose)
-    return token_ids.masked_fill_(failed, 0)
+    token_ids = state.gumbel_argmax(scores, rows.seeds, rows.positions, temperatures, purpose=purpose, bias=bias)
+    if failed is None:
+        return token_ids.clamp_min(0), token_ids < 0
+    return token_ids.masked_fill(failed, 0), failed
 
 
 def temper(scores: Tensor, rows: TokenRows, state: SamplingState) -> Tensor:

@@ -106,7 +106,6 @@ class ChainDrafter:
                 dispatcher=self._dispatcher,
             )
         )
-        fine = torch.zeros_like(slots, dtype=torch.bool)
         rows = TokenRows(
             slots=slots,
             seeds=self._state.seeds[slots],
@@ -119,11 +118,11 @@ class ChainDrafter:
         token_ids, confidence, kept = [], [], []
         for row in range(self._max_drafts):
             confidence.append(self._network.confidence(block.hidden[:, row], previous))
-            scores = block.logits[:, row] + self._network.markov_bias(previous)
+            scores, bias = block.logits[:, row], self._network.markov_bias(previous)
             rows = replace(rows, positions=rows.positions + 1)
             if self._independent:
-                kept.append(temper(scores, rows, self._state))
+                kept.append(temper(scores + bias, rows, self._state))
             purpose = DRAFT_PURPOSE + row if self._independent else TOKEN_PURPOSE
-            previous = choose(scores, fine, rows, self._state, purpose=purpose)
+            previous, _ = choose(scores, None, rows, self._state, purpose=purpose, bias=bias)
             token_ids.append(previous)
         return Drafts(torch.stack(token_ids, 1), torch.stack(confidence, 1), torch.stack(kept, 1) if kept else None)

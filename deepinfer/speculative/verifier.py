@@ -104,10 +104,10 @@ class _Compared:
 def _compare(logits: Tensor, rows: VerifyRows, state: SamplingState) -> _Compared:
     """Draw the target's token in every row and accept the drafts that are it."""
     processed = process(logits, rows.rows, state)
-    token_ids = choose(processed.scores, processed.failed, rows.rows, state)
+    token_ids, failed = choose(processed.scores, processed.failed, rows.rows, state)
     drafts = rows.rows.token_table[rows.rows.slots, rows.rows.positions].to(torch.int64)
-    accepted = rows.is_draft & (token_ids == drafts) & ~processed.failed
-    return _Compared(processed.scores, token_ids, drafts, accepted, processed.failed)
+    accepted = rows.is_draft & (token_ids == drafts) & ~failed
+    return _Compared(processed.scores, token_ids, drafts, accepted, failed)
 
 
 def _accept(target: Tensor, proposed: Tensor, drafts: Tensor, rows: TokenRows) -> Tensor:

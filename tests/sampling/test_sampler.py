@@ -132,7 +132,7 @@ def _row(sampled: Sampled, row: int) -> tuple[int, object, bool, bool]:
         int(sampled.token_ids[row]),
         columns_of(sampled)[row],
         bool(sampled.failed[row]),
-        bool(sampled.fell_back[row]),
+        sampled.fell_back is not None and bool(sampled.fell_back[row]),
     )
 
 

@@ -53,8 +53,7 @@ def run(case: Case, rule: str, num_drafts: Tensor, *, position: int = 5, one_hot
     for place in range(5):
         drafting = rows_of(slots.tolist(), state.seeds[slots].tolist(), [position + place] * case.count, token_table)
         purpose = DRAFT_PURPOSE + place if is_rejection else TOKEN_PURPOSE
-        fine = torch.zeros_like(slots, dtype=torch.bool)
-        token_table[slots, position + place] = choose(scores, fine, drafting, state, purpose=purpose).int()
+        token_table[slots, position + place] = choose(scores, None, drafting, state, purpose=purpose)[0].int()
         draft_scores[slots, place] = temper(scores, drafting, state)
     rows = _verify_rows(num_drafts, state, token_table, position, draft_scores)
     logits = case.target.expand(int((num_drafts + 1).sum()), VOCAB)

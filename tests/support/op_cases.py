@@ -466,6 +466,18 @@ def check_sampling(bench: Bench) -> None:
     assert int(own[0]) == 3
     one = torch.full((1, vocabulary), -torch.inf, device=bench.device)
     one[0, vocabulary - 1] = 0.0
+    bias = bench.normal(rows, vocabulary, dtype=torch.float32)
+    block = scores[:, None].expand(-1, 3, -1).contiguous()  # of a block of drafts: rows that do not lie side by side
+    added = bench.kernels.gumbel_argmax(block[:, 1], seeds, positions, temperatures, purpose=3, bias=bias)
+    wanted = bench.reference.gumbel_argmax(scores, seeds, positions, temperatures, purpose=3, bias=bias)
+    assert int((added != wanted).sum()) <= rows // 50
+    for place, damage in enumerate((torch.nan, torch.inf)):
+        broken = scores.clone()
+        broken[1 + place, vocabulary // 2] = damage
+        broken[0] = -torch.inf
+        drawn = bench.kernels.gumbel_argmax(broken, seeds, positions, temperatures, purpose=3)
+        assert (drawn < 0).nonzero().flatten().tolist() == [0, 1 + place]
+        assert torch.equal(drawn[3:], own[3:])
     for temperature in temperatures[:2].split(1):
         drawn = bench.kernels.gumbel_argmax(one, seeds[:1], positions[:1], temperature, purpose=0)
         assert int(drawn) == vocabulary - 1

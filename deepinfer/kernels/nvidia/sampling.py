@@ -68,16 +68,19 @@ def _draw_kernel(
     seeds_ptr,
     positions_ptr,
     temperatures_ptr,
+    bias_ptr,
     best_ptr,
     token_ptr,
+    row_stride,
     vocabulary,
     split_calls,
     PURPOSE: tl.constexpr,
     SPLITS: tl.constexpr,
     CALLS: tl.constexpr,
+    WITH_BIAS: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
-    """One program: one range of one row. Each place keeps the lowest token of its best value."""
+    """One program: one range of one row. Each place keeps the lowest token of its best value; no number beats all."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
     temperature = tl.load(temperatures_ptr + row)
@@ -90,12 +93,16 @@ def _draw_kernel(
     for start in range(split * split_calls, (split + 1) * split_calls, CALLS):
         calls = start + tl.arange(0, CALLS)
         tokens = calls[:, None] * 4 + words
-        value = tl.load(scores_ptr + row * vocabulary + tokens, mask=tokens < end, other=float("-inf"))
+        score = tl.load(scores_ptr + row * row_stride + tokens, mask=tokens < end, other=float("-inf"))
+        if WITH_BIAS:
+            score += tl.load(bias_ptr + row * vocabulary + tokens, mask=tokens < end, other=0.0)
+        value = score
         if temperature > 0:
             counter = calls.to(tl.uint32)
             a, b, c, d = tl.philox(seed, counter, counter * 0 + low, counter * 0 + high, counter * 0)
             drawn = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (CALLS, 4))
-            value = _divide(value, temperature, PLAIN) + _gumbel(drawn, PLAIN)
+            value = _divide(score, temperature, PLAIN) + _gumbel(drawn, PLAIN)
+        value = tl.where(score < float("inf"), value, float("inf"))
         won = value > best
         best, best_token = tl.where(won, value, best), tl.where(won, tokens, best_token)
     largest = tl.max(tl.max(best, 1), 0)
@@ -106,17 +113,27 @@ def _draw_kernel(
 
 @triton.jit
 def _combine_kernel(best_ptr, token_ptr, out_ptr, num_rows, SPLITS: tl.constexpr, ROWS: tl.constexpr):
-    """The lowest token of the best value of each row's ranges; 0 where no value was above -inf."""
+    """The lowest token of the best value of each row's ranges; -1 where that is no finite number."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = rows[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
     inside = (rows < num_rows)[:, None]
     best = tl.load(best_ptr + place, mask=inside, other=float("-inf"))
     tokens = tl.load(token_ptr + place, mask=inside, other=_NO_TOKEN)
-    token = tl.min(tl.where(best == tl.max(best, 1)[:, None], tokens, _NO_TOKEN), 1)
-    tl.store(out_ptr + rows, tl.where(token == _NO_TOKEN, 0, token).to(tl.int64), mask=rows < num_rows)
+    largest = tl.max(best, 1)
+    token = tl.min(tl.where(best == largest[:, None], tokens, _NO_TOKEN), 1)
+    is_finite = (largest > float("-inf")) & (largest < float("inf"))
+    tl.store(out_ptr + rows, tl.where(is_finite, token, -1).to(tl.int64), mask=rows < num_rows)
 
 
-def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, *, purpose: int) -> Tensor:
+def gumbel_argmax(
+    scores: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperatures: Tensor,
+    *,
+    purpose: int,
+    bias: Tensor | None = None,
+) -> Tensor:
     """`ops.GumbelArgmax`. The noise is computed in float32: a draw can differ from the reference at a near-tie."""
     num_rows, vocabulary = scores.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
@@ -124,18 +141,22 @@ def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, temperatures
         return out
     best = torch.empty(num_rows, _SPLITS, dtype=torch.float32, device=scores.device)
     tokens = torch.empty(num_rows, _SPLITS, dtype=torch.int32, device=scores.device)
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
     _draw_kernel[(num_rows, _SPLITS)](
-        scores.contiguous(),
+        scores,
         seeds,
         positions,
         temperatures,
+        scores if bias is None else bias.contiguous(),
         best,
         tokens,
+        scores.stride(0),
         vocabulary,
         triton.cdiv(triton.cdiv(vocabulary, 4), _SPLITS),
         PURPOSE=purpose,
         SPLITS=_SPLITS,
         CALLS=_CALLS,
+        WITH_BIAS=bias is not None,
         PLAIN=not scores.is_cuda,
     )
     _combine_kernel[(triton.cdiv(num_rows, _COMBINED_ROWS),)](

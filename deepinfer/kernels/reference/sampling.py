@@ -62,8 +62,17 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, *, purpose: int, num_tokens: 
     return uniform.neg_().log1p_().neg_().log_().neg_().to(torch.float32)
 
 
-def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, *, purpose: int) -> Tensor:
+def gumbel_argmax(
+    scores: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperatures: Tensor,
+    *,
+    purpose: int,
+    bias: Tensor | None = None,
+) -> Tensor:
     """`ops.GumbelArgmax`. A row's result does not depend on other rows."""
+    scores = scores if bias is None else scores + bias
     num_tokens = scores.shape[1]
     token_ids = scores.argmax(dim=1)
     drawing = temperatures.nonzero().flatten()
@@ -72,7 +81,7 @@ def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, temperatures
         rows = drawing[start : start + num_rows]
         noise = gumbel_noise(seeds[rows], positions[rows], purpose=purpose, num_tokens=num_tokens)
         token_ids[rows] = noise.add_(scores[rows] / temperatures[rows, None]).argmax(dim=1)
-    return token_ids
+    return token_ids.masked_fill_(~scores.amax(dim=1).isfinite(), -1)
 
 
 IMPLEMENTATIONS = (implementation("gumbel_argmax", lambda _: gumbel_argmax),)
