@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.index_codes import Query, load_query
-from deepinfer.kernels.nvidia.number_formats import decode_e8m0
+from deepinfer.kernels.nvidia.select import block_maxima
 from deepinfer.kernels.ops import CandidateRule, PagedRows
 
 GROUP = 8  # neighbouring entries under one maximum
@@ -62,7 +62,8 @@ def _scores(pool_ptr, bytes_ptr, offsets, query, weights, summing, WIDTH: tl.con
     keys = tl.load(pool_ptr + offsets[:, None] + tl.arange(0, WIDTH)[None, :])
     power = tl.load(bytes_ptr + offsets + WIDTH).to(tl.int32)
     total = tl.dot(_weigh(tl.dot(keys, query), weights[None, :], PLAIN), summing)
-    return total.to(tl.bfloat16).to(tl.float32) * decode_e8m0(power)[:, None]
+    factor = (power << 23).to(tl.float32, bitcast=True)  # a byte of 1 .. 254
+    return total.to(tl.bfloat16).to(tl.float32) * factor[:, None]
 
 
 @triton.jit
@@ -75,11 +76,9 @@ def _scan_kernel(
     sequence_ptr,
     visible_ptr,
     score_ptr,
-    maxima_ptr,
     num_rows,
     table_stride,
     score_stride,
-    maxima_stride,
     PER_BLOCK: tl.constexpr,
     NUM_BYTES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -91,7 +90,10 @@ def _scan_kernel(
     SUMS: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
-    """ROWS neighbouring rows against SPAN entries; rows of one sequence share the loaded keys."""
+    """ROWS neighbouring rows against SPAN entries; rows of one sequence share the loaded keys.
+
+    Entries behind the visible ones of a row, up to the next multiple of KEYS, get scores of no meaning.
+    """
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     rows = first_row + tl.arange(0, SUMS)
     inside = (tl.arange(0, SUMS) < ROWS) & (rows < num_rows)
@@ -130,13 +132,8 @@ def _scan_kernel(
                 scores = _scores(
                     pool_ptr + first_byte, bytes_ptr + first_byte, offsets, query, weights, summing, WIDTH, PLAIN
                 )
-                taken = entries[:, None] < own[None, :]
-                tl.store(score_ptr + rows[None, :] * score_stride + entries[:, None], scores, mask=taken)
-                seen = tl.where(taken, scores, float("-inf"))
-                best = tl.max(tl.reshape(seen, (KEYS // 8, 8, SUMS)), 1)
-                group = start // 8 + tl.arange(0, KEYS // 8)
-                place = maxima_ptr + rows[None, :] * maxima_stride + group[:, None]
-                tl.store(place, best, mask=8 * group[:, None] < own[None, :])
+                place = score_ptr + rows[None, :] * score_stride + entries[:, None]
+                tl.store(place, scores, mask=(own > 0)[None, :])
 
 
 @triton.jit
@@ -150,7 +147,6 @@ def _kept_kernel(
     visible_ptr,
     kept_ptr,
     score_ptr,
-    maxima_ptr,
     num_rows,
     table_stride,
     PER_BLOCK: tl.constexpr,
@@ -185,11 +181,11 @@ def _kept_kernel(
         # all columns but the first are zero
         score = tl.where(tl.reshape(seen, (KEYS,)), tl.sum(scores, 1), float("-inf"))
         places = start + tl.arange(0, KEYS)
-        tl.store(score_ptr + row * (NUM_KEPT * SIZE) + places, score, mask=places < NUM_KEPT * SIZE)
-        groups = start // 8 + tl.arange(0, KEYS // 8)
-        width = (NUM_KEPT * SIZE + 7) // 8
-        best = tl.max(tl.reshape(score, (KEYS // 8, 8)), 1)
-        tl.store(maxima_ptr + row * width + groups, best, mask=groups < width)
+        place = score_ptr + row * (NUM_KEPT * SIZE) + places
+        if (NUM_KEPT * SIZE) % KEYS == 0:
+            tl.store(place, score)
+        else:
+            tl.store(place, score, mask=places < NUM_KEPT * SIZE)
 
 
 @dataclass(slots=True, frozen=True)
@@ -201,10 +197,10 @@ class Scores:
 
 
 def score_all(query: Query, keys: PagedRows, row_sequence: Tensor, visible: Tensor) -> Scores:
-    """Scores of every visible entry; C is what the block table can hold."""
+    """Scores of every visible entry; C is what the block table can hold, up to the next multiple of 64."""
     num_rows, num_heads, width = query.codes.shape
-    capacity = keys.block_table.shape[1] * keys.entries_per_block
-    scores = _new_scores(num_rows, capacity, visible.device)
+    capacity = triton.cdiv(keys.block_table.shape[1] * keys.entries_per_block, _KEYS) * _KEYS
+    values = torch.empty(num_rows, capacity, dtype=torch.bfloat16, device=visible.device)
     if num_rows:
         _scan_kernel[(triton.cdiv(num_rows, _ROW_TILE), triton.cdiv(capacity, _SPAN))](
             query.codes,
@@ -214,12 +210,10 @@ def score_all(query: Query, keys: PagedRows, row_sequence: Tensor, visible: Tens
             keys.block_table,
             row_sequence,
             visible,
-            scores.values,
-            scores.maxima,
+            values,
             num_rows,
             keys.block_table.stride(0),
-            scores.values.stride(0),
-            scores.maxima.stride(0),
+            values.stride(0),
             PER_BLOCK=keys.entries_per_block,
             NUM_BYTES=keys.record.num_bytes,
             HEADS=num_heads,
@@ -233,7 +227,7 @@ def score_all(query: Query, keys: PagedRows, row_sequence: Tensor, visible: Tens
             num_warps=_WARPS,
             num_stages=_STAGES,
         )
-    return scores
+    return Scores(values, block_maxima(values, visible, unit=1, size=GROUP, newest=False))
 
 
 def score_kept(
@@ -243,7 +237,7 @@ def score_kept(
     assert keys.entries_per_block % rule.block_size == 0, "a candidate block must not cross cache blocks"
     num_rows, num_heads, width = query.codes.shape
     num_places = kept.shape[1] * rule.block_size
-    scores = _new_scores(num_rows, num_places, visible.device)
+    values = torch.empty(num_rows, num_places, dtype=torch.bfloat16, device=visible.device)
     if num_rows:
         _kept_kernel[(num_rows, triton.cdiv(num_places, _SPAN))](
             query.codes,
@@ -254,8 +248,7 @@ def score_kept(
             row_sequence,
             visible,
             kept,
-            scores.values,
-            scores.maxima,
+            values,
             num_rows,
             keys.block_table.stride(0),
             PER_BLOCK=keys.entries_per_block,
@@ -272,10 +265,4 @@ def score_kept(
             num_warps=_WARPS,
             num_stages=1,
         )
-    return scores
-
-
-def _new_scores(num_rows: int, width: int, device: torch.device) -> Scores:
-    values = torch.empty(num_rows, width, dtype=torch.bfloat16, device=device)
-    maxima = torch.empty(num_rows, triton.cdiv(width, GROUP), dtype=torch.bfloat16, device=device)
-    return Scores(values, maxima)
+    return Scores(values, block_maxima(values, None, unit=1, size=GROUP, newest=False))
