@@ -25,6 +25,7 @@ _SPAN = 2048
 _SUMS = 8  # columns of the product that adds up heads: the fewest that a matrix unit takes
 _WARPS = 4
 _STAGES = 3
+_MAX_REGISTERS = 128  # four programs to a multiprocessor
 _KEPT_KEYS = 128
 
 _WEIGH = tl.constexpr("""
@@ -226,6 +227,7 @@ def score_all(query: Query, keys: PagedRows, row_sequence: Tensor, visible: Tens
             PLAIN=not visible.is_cuda,
             num_warps=_WARPS,
             num_stages=_STAGES,
+            maxnreg=_MAX_REGISTERS,
         )
     return Scores(values, block_maxima(values, visible, unit=1, size=GROUP, newest=False))
 
