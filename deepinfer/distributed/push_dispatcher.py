@@ -70,7 +70,7 @@ class PushLink:
     @property
     def is_active(self) -> bool:
         """Whether what is launched now is part of an exchange, now or when the graph that records it is replayed."""
-        return not self._is_rehearsal or torch.cuda.is_current_stream_capturing()
+        return not self._is_rehearsal or (self._flags.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def meet(self) -> None:
         """Wait, on the device, until all ranks have got this far."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.exchanges import Exchange, answers_of, combined, exchange_of
+from support.exchanges import Exchange, answers_of, arrivals, combined, exchange_of
 from support.processes import run_ranks
 
 from deepinfer.config import allow_peer_memory
 from deepinfer.distributed.dispatchers import open_dispatchers
 from deepinfer.distributed.process_groups import ProcessGroups
-from deepinfer.distributed.token_dispatcher import Dispatched, ExchangeShape, TokenDispatcher
+from deepinfer.distributed.token_dispatcher import ExchangeShape, TokenDispatcher
 from deepinfer.distributed.torch_dispatcher import TorchDispatcher
 
 pytestmark = pytest.mark.multi_gpu
@@ -19,19 +19,9 @@ WIDTH, COLUMNS, EXPERTS, MAX_ROWS = 5120, 6, 48, 96
 REPEATS = 200
 
 
-def _arrived(sent: Dispatched) -> torch.Tensor:
-    """What each local expert is given, in its order: (expert, weight, row)."""
-    experts = sent.expert_ids.flatten()
-    copies = (experts >= 0).nonzero().flatten()
-    copies = copies[experts[copies].argsort(stable=True)]
-    rows = sent.rows[copies // sent.expert_ids.shape[1]].double()
-    weights = sent.weights.flatten()[copies]
-    return torch.cat([experts[copies].double().unsqueeze(1), weights.double().unsqueeze(1), rows], 1).cpu()
-
-
 def _pass_through(dispatcher: TokenDispatcher, sent: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
     arrived = dispatcher.dispatch(sent.rows, sent.expert_ids, sent.weights)
-    seen = _arrived(arrived)
+    seen = arrivals(arrived)
     first = dispatcher.rank * EXPERTS // dispatcher.num_ranks
     return seen, combined(dispatcher.combine(answers_of(arrived, first), arrived)).cpu()
 

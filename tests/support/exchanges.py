@@ -63,3 +63,29 @@ def combined(returned: ExpertRows) -> torch.Tensor:
     """[T, K, D], zeros where nothing was sent."""
     values = torch.cat((returned.values, returned.values.new_zeros(1, returned.values.shape[1])))
     return values[returned.places]
+
+
+def arrivals(sent: Dispatched) -> torch.Tensor:
+    """What each local expert of a rank is given, expert by expert in its order: (expert, weight, row), on the host."""
+    return _by_expert(sent.rows, sent.expert_ids, sent.weights)
+
+
+def expected_arrivals(exchanges: list[Exchange], rank: int) -> torch.Tensor:
+    """The same from what all ranks give to `dispatch`: in the order (expert, source rank, row, column)."""
+    first, end = (number * EXPERTS // len(exchanges) for number in (rank, rank + 1))
+    rows, ids, weights = (
+        torch.cat([getattr(exchange, name) for exchange in exchanges]) for name in ("rows", "expert_ids", "weights")
+    )
+    return _by_expert(rows, torch.where((ids >= first) & (ids < end), ids - first, -1), weights)
+
+
+def _by_expert(rows: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    experts = expert_ids.flatten()
+    copies = (experts >= 0).nonzero().flatten()
+    copies = copies[experts[copies].argsort(stable=True)]
+    columns = (
+        experts[copies].unsqueeze(1),
+        weights.flatten()[copies].unsqueeze(1),
+        rows[copies // expert_ids.shape[1]],
+    )
+    return torch.cat([column.double() for column in columns], 1).cpu()
