@@ -36,6 +36,7 @@ app = typer.Typer(help="Measure steps of one rank, scheduling, or a whole job.",
 
 _WIDTH = 130  # of lines that go into a file
 _CONTEXT, _SCHEDULER_STEPS = 8192, 100
+_TABLE_SHARES = 64  # fewer would not fit beside the rest; a table's size does not change what a look-up costs
 _DECODE_RANKS, _PREFILL_RANKS = 64, 4  # where no cluster file says how many
 
 Ranks = Annotated[
@@ -189,7 +190,7 @@ def _run(
     json_file: Path | None,
 ) -> None:
     model = _model_config(config)
-    model = with_table_share(with_layers(model, layers or model.num_layers), num_ranks=case.num_ranks)
+    model = with_table_share(with_layers(model, layers or model.num_layers), num_shares=_TABLE_SHARES)
     if case.num_tokens > model.max_position_embeddings:
         raise ConfigError(f"{case.num_tokens} tokens are above the model's {model.max_position_embeddings}")
     spec = cast("ModelSpec", RandomSpec(model))

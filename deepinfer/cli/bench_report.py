@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from deepinfer.models.deepseek_v41.step_costs import OpCost, roof_seconds, step_roof_seconds
+from deepinfer.models.deepseek_v41.step_costs import DRAFT, OpCost, roof_seconds, step_roof_seconds
 from deepinfer.runtime.bench.bench_rank import BenchCase, BenchTimes
 from deepinfer.runtime.bench.ceilings import Ceilings
+from deepinfer.runtime.bench.kernel_kinds import COST_NAMES, kind_of
 from deepinfer.runtime.bench.scheduling import DriverCost
 
 _NOT_ON_CPU = "not measured on a CPU"
@@ -58,13 +59,15 @@ def report_json(report: Report) -> dict[str, Any]:
         "roof_seconds": report.roof,
         "costs": [asdict(cost) for cost in report.costs],
         "idle_share": report.times.idle_share,
+        "kinds": {"seconds": kind_seconds(report), "roof_seconds": kind_roofs(report)},
         **asdict(report.times),
     }
 
 
 def print_report(report: Report, console: Console) -> None:
     """Print all tables."""
-    for table in (_summary(report), _cost_table(report), _memory_table(report), _kernel_table(report)):
+    tables = (_summary, _cost_table, _memory_table, _kind_table, _kernel_table)
+    for table in (make(report) for make in tables):
         if table is not None:
             console.print(table)
     console.print(
@@ -147,6 +150,45 @@ def _memory_table(report: Report) -> Table:
         ("of", memory.total),
     ):
         table.add_row(name, f"{num_bytes / 2**30:.1f}")
+    return table
+
+
+def kind_seconds(report: Report) -> dict[str, float]:
+    """Return the kernels' seconds in a pass by kind of work, the longest first; empty where nothing was watched."""
+    kernels = report.times.kernels
+    if kernels is None or not kernels.wall_seconds:
+        return {}
+    passes = kernels.wall_seconds / report.seconds
+    totals: dict[str, float] = {}
+    for kernel in kernels.kernels:
+        kind = kind_of(kernel.name)
+        totals[kind] = totals.get(kind, 0.0) + kernel.seconds / passes
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def kind_roofs(report: Report) -> dict[str, float]:
+    """Return the least seconds of the kinds that the costs know, draft included; empty on a CPU."""
+    ceilings = report.times.ceilings
+    if ceilings is None:
+        return {}
+    rates = matrix_rates(ceilings)
+    by_name: dict[str, float] = {}
+    for cost in report.costs:
+        name = cost.name.removeprefix(DRAFT)
+        by_name[name] = by_name.get(name, 0.0) + roof_seconds(cost, rates, ceilings.copy)
+    return {kind: sum(by_name.get(name, 0.0) for name in names) for kind, names in COST_NAMES.items()}
+
+
+def _kind_table(report: Report) -> Table | None:
+    seconds, roofs = kind_seconds(report), kind_roofs(report)
+    if not seconds:
+        return None
+    table = _table("kernels of a pass by kind (told by their names), draft included", "kind", "ms", "roof ms", "of it")
+    for kind, taken in seconds.items():
+        roof = roofs.get(kind)
+        known = ("-", "-") if roof is None else (f"{1e3 * roof:.3f}", f"{100 * roof / taken:.0f} %")
+        table.add_row(kind, f"{1e3 * taken:.3f}", *known)
+    table.add_row("all", f"{1e3 * sum(seconds.values()):.3f}", f"{1e3 * sum(roofs.values()):.3f}", "")
     return table
 
 

@@ -35,7 +35,7 @@ def test_every_tensor_is_shaped_like_the_one_that_a_rank_loads(tmp_path: Path) -
 
 @pytest.mark.parametrize("num_layers", [3, 6, 15, 20, 21, 25, 40])
 def test_a_cut_model_is_valid(num_layers: int) -> None:
-    config = with_table_share(with_layers(released_config(), num_layers), num_ranks=64)
+    config = with_table_share(with_layers(released_config(), num_layers), num_shares=64)
     check_config(config)
     assert config.num_layers == num_layers
     assert config.dspark_target_layer_ids[-1] == num_layers - 1
@@ -43,7 +43,7 @@ def test_a_cut_model_is_valid(num_layers: int) -> None:
 
 def test_tables_are_cut_to_a_share_of_their_rows() -> None:
     whole = released_config()
-    part = with_table_share(whole, num_ranks=64)
+    part = with_table_share(whole, num_shares=64)
     assert len(part.engram_num_embeddings) == len(whole.engram_num_embeddings)
     for rows, all_rows in zip(part.engram_num_embeddings, whole.engram_num_embeddings, strict=True):
         assert 64 * rows == pytest.approx(all_rows, rel=0.01)

@@ -8,6 +8,7 @@ import pytest
 
 from deepinfer.models.deepseek_v41.released import released_config
 from deepinfer.models.deepseek_v41.step_costs import (
+    DRAFT,
     OpCost,
     decode_shape,
     prefill_shape,
@@ -39,7 +40,7 @@ def test_products_of_the_released_model_by_hand() -> None:
 
 def test_a_token_costs_what_was_counted_before() -> None:
     """38.7 GF a token without the draft, from the sums of single kernels at 131,072 tokens of context."""
-    target = sum(cost.operations for name, cost in decode_costs().items() if not name.startswith("draft"))
+    target = sum(cost.operations for name, cost in decode_costs().items() if not name.startswith(DRAFT))
     assert target / 1024 == pytest.approx(38.7e9, rel=0.01)
 
 
@@ -54,7 +55,7 @@ def test_local_expert_weights_are_read_once() -> None:
 
 
 def test_without_drafts_nothing_drafts() -> None:
-    assert not any(name.startswith("draft") for name in decode_costs(num_drafts=0))
+    assert not any(name.startswith(DRAFT) for name in decode_costs(num_drafts=0))
 
 
 def test_only_kept_rows_of_a_prompt_run_behind_the_encoder() -> None:

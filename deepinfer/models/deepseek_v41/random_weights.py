@@ -2,7 +2,7 @@
 
 Every tensor has the released dtype and shape. Sizes are such that activations stay of size one through all layers,
 and FP8 and FP4 scales vary from block to block. Answers are noise; times are those of the real model, except that
-n-gram tables are cut to what one rank of `num_ranks` would hold of them.
+n-gram tables can be cut to a share of their rows, which lies on the device.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def random_weights(
     )
 
 
-def with_table_share(config: ModelConfig, *, num_ranks: int) -> ModelConfig:
-    """Return `config` with n-gram tables of about 1 / `num_ranks` of their rows, and hashes that lead into them."""
+def with_table_share(config: ModelConfig, *, num_shares: int) -> ModelConfig:
+    """Return `config` with n-gram tables of about 1 / `num_shares` of their rows, and hashes that lead into them."""
     if not config.engram_layer_ids:
         return config
-    vocab_size = max(2, config.engram_vocab_size // num_ranks)
+    vocab_size = max(2, config.engram_vocab_size // num_shares)
     constants = build_engram_constants(
         config.engram_layer_ids,
         vocab_size=vocab_size,

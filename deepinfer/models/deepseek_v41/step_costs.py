@@ -9,12 +9,13 @@ implementation can do without, not what this one moves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from deepinfer.models.deepseek_v41.config import QUANT_BLOCK, ModelConfig
 
 Rate = Literal["bf16", "fp8"]
+DRAFT: Final = "draft: "  # begins the names of the draft's own costs
 _FP8_BYTES = 1 + 1 / QUANT_BLOCK**2
 _FP4_BYTES = 1 / 2 + 1 / QUANT_BLOCK
 _ROW_BYTES = 2  # of a bf16 activation
@@ -184,24 +185,18 @@ def _draft(config: ModelConfig, shape: StepShape) -> Iterator[OpCost]:
     hidden, block, stages = config.hidden_size, config.dspark_block_size, config.num_draft_stages
     rows = shape.num_drafting * block
     taps = len(config.dspark_target_layer_ids)
-    costs = [_product("draft", shape.decoder_rows, hidden, taps * hidden, "fp8")]
+    costs = [_product("ring keys", shape.decoder_rows, hidden, taps * hidden, "fp8")]
     for stage in range(stages):
         costs += _attention(config, config.num_layers + stage, shape, rows, rows)
         chosen, experts = config.dspark_num_experts_per_tok, config.dspark_n_routed_experts
         costs += _experts(config, rows, shape.num_ranks, experts, chosen)
         costs += [_streams(config, rows), _streams(config, rows)]
-        costs.append(_product("draft", shape.decoder_rows, config.head_dim, hidden, "fp8"))
-    costs.append(_product("draft", rows, config.vocab_size, hidden, "bf16", out_bytes=4))
+        costs.append(_product("ring keys", shape.decoder_rows, config.head_dim, hidden, "fp8"))
+    costs.append(_product("head", rows, config.vocab_size, hidden, "bf16", out_bytes=4))
     for _ in range(block):
-        costs.append(_product("draft", shape.num_drafting, config.vocab_size, config.dspark_markov_rank, "bf16"))
-    for rate in ("bf16", "fp8"):
-        mine = [cost for cost in costs if cost.rate == rate]
-        yield OpCost(
-            f"draft, {rate}",
-            sum(c.operations for c in mine),
-            sum(c.num_bytes for c in mine),
-            rate,
-        )
+        costs.append(_product("Markov head", shape.num_drafting, config.vocab_size, config.dspark_markov_rank, "bf16"))
+    for cost in costs:
+        yield replace(cost, name=f"{DRAFT}{cost.name}")
 
 
 def _streams(config: ModelConfig, rows: int) -> OpCost:

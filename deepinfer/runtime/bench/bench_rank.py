@@ -92,6 +92,8 @@ def run_bench(case: BenchCase, config: ClusterConfig, spec: ModelSpec, tokenizer
     """
     platform = load_platform(config.accelerator)
     ceilings = measure_ceilings(platform.device)
+    if ceilings is not None:
+        watch_kernels(_do_nothing)  # the first time takes seconds
     log, begin = StepLog(), time.perf_counter()
     held: dict[str, int] = {}
 
@@ -197,6 +199,10 @@ def _measured(case: BenchCase, thread: EngineThread, log: StepLog, *, steps_each
 def _tokens_per_pass(case: BenchCase, log: StepLog) -> float:
     accepted = log.totals.get("deepinfer_accepted_tokens", 0.0)
     return 1 + accepted / max(1, len(log.steps) * case.num_requests)
+
+
+def _do_nothing() -> None:
+    torch.ones(1, device="cuda")
 
 
 def _most(device: torch.device) -> int:
