@@ -21,7 +21,7 @@ from rich.table import Table
 from deepinfer.actors.rank_life import RankProgram
 from deepinfer.config import ClusterConfig, load_config, resolve
 from deepinfer.launcher import bring_up, read_status, take_down
-from deepinfer.launcher.ray_node import processes_of
+from deepinfer.launcher.ray_processes import processes_of
 from deepinfer.launcher.record import ClusterRecord
 from deepinfer.llm import LLM, SamplingParams
 from deepinfer.log import set_up_logging

@@ -12,8 +12,10 @@ import secrets
 import shutil
 import socket
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import ray
@@ -21,6 +23,7 @@ import ray
 from deepinfer.config import ClusterConfig, RayConfig
 from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.environment import ray_environment, set_environment, token_environment, write_token
+from deepinfer.launcher.ray_processes import stop_processes
 from deepinfer.launcher.record import ClusterRecord, read_record
 from deepinfer.log import get_logger, phase
 
@@ -32,6 +35,10 @@ _MESSAGE_BYTES = 64 * 1024 * 1024
 _CONNECT_SECONDS = 5.0
 # Unix sockets stand below the folder, and their paths may have 107 bytes; Ray itself adds up to 70.
 _MAX_FOLDER_BYTES = 36
+# Ray gives its node half a minute to register, whatever is asked for, and then says this.
+_SLOW_START = "timed out during startup"
+_MAX_SLOW_STARTS = 2
+_Started = TypeVar("_Started")
 
 
 @dataclass
@@ -77,7 +84,19 @@ def open_ray(config: ClusterConfig, *, attach: bool = False) -> RayConnection:
             "ray.address",
             path="ray.provider",
         )
-    return _start_private(config)
+    return start_patiently(lambda: _start_private(config))
+
+
+def start_patiently(start: Callable[[], _Started]) -> _Started:
+    """Return what `start` returns; while Ray gives up because this machine is slow, try again, twice at most."""
+    for _ in range(_MAX_SLOW_STARTS):
+        try:
+            return start()
+        except ClusterError as error:
+            if _SLOW_START not in str(error):
+                raise
+            _LOGGER.warning("Ray's node was not up within Ray's own limit of 30 s, so this machine is busy: once more")
+    return start()
 
 
 def attach_recorded(record: ClusterRecord, config: RayConfig) -> RayConnection:
@@ -144,6 +163,7 @@ def _start_private(config: ClusterConfig) -> RayConnection:
                 _temp_dir=str(folder),
             )
     except Exception as error:
+        stop_processes(folder, ())
         connection.close()
         raise ClusterError(f"Ray did not start on this machine: {error}") from error
     return connection

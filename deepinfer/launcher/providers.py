@@ -12,12 +12,11 @@ from deepinfer.errors import ConfigError
 from deepinfer.launcher.ray_node import (
     local_command,
     ray_command,
-    remove_folder,
     start_local_ray,
-    stop_processes,
 )
+from deepinfer.launcher.ray_processes import remove_folder, stop_processes
 from deepinfer.launcher.record import ClusterRecord
-from deepinfer.launcher.ssh import host_arguments, host_record, start_on_hosts, stop_on_hosts
+from deepinfer.launcher.ssh import check_domains, host_arguments, host_record, start_on_hosts, stop_on_hosts
 
 
 def start_ray(config: ClusterConfig) -> ClusterRecord:
@@ -43,11 +42,12 @@ def start_ray(config: ClusterConfig) -> ClusterRecord:
 def render_ray(config: ClusterConfig) -> str:
     """Return the commands with which `up` starts the Ray of `config`, one a line; none when it exists already."""
     if config.ray.provider == "ssh":
+        check_domains(config.ray)
         record = host_record(config, folder="/tmp/deepinfer-up-ID")
         python = config.ray.python or sys.executable
         lines = []
         for host in config.ray.hosts:
-            arguments = host_arguments(config, record, is_head=host == config.ray.hosts[0])
+            arguments = host_arguments(config, record, host)
             lines.append(shlex.join([*config.ray.ssh_command, host, *ray_command(python), "start", *arguments]))
         return "".join(f"{line}\n" for line in lines)
     if config.ray.provider == "local" and not config.ray.address:

@@ -1,10 +1,9 @@
-"""A Ray on this machine that outlives the process which starts it: its command lines, and its end by process id."""
+"""A Ray on this machine that outlives the process which starts it, and its command lines."""
 
 from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -12,31 +11,31 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
-
 from deepinfer.config import ClusterConfig
 from deepinfer.errors import ClusterError
 from deepinfer.launcher.environment import ray_environment
-from deepinfer.launcher.local import make_folder, object_store_bytes, warn_of_small_shared_memory
-from deepinfer.launcher.record import ClusterRecord, ProcessMark, living
+from deepinfer.launcher.local import make_folder, object_store_bytes, start_patiently, warn_of_small_shared_memory
+from deepinfer.launcher.ray_processes import remove_folder, stop_processes
+from deepinfer.launcher.record import ClusterRecord
 from deepinfer.log import get_logger, phase
 
 _LOGGER = get_logger("launcher")
 _FOLDER_PREFIX = "deepinfer-up-"
 _START_SECONDS = 180.0
-_TERM_SECONDS = 5.0
-_KILL_SECONDS = 30.0
 _LOCALHOST = "127.0.0.1"
-_CLIENT_SERVER = "ray.util.client.server"
 
 
 def start_local_ray(config: ClusterConfig) -> ClusterRecord:
     """Start a Ray with its dashboard on this machine, with a folder, a token and ports of its own.
 
-    Its dashboard listens on this machine's loopback only. Raises ClusterError with Ray's own words when it does not
-    come up.
+    Its dashboard listens on this machine's loopback only. A start that Ray gives up for slowness is tried again. Raises
+    ClusterError with Ray's own words when it does not come up.
     """
     warn_of_small_shared_memory(config)
+    return start_patiently(lambda: _start_local(config))
+
+
+def _start_local(config: ClusterConfig) -> ClusterRecord:
     folder = make_folder(Path(tempfile.gettempdir()), f"{_FOLDER_PREFIX}{secrets.token_hex(3)}")
     port, dashboard_port, *rest = _free_ports(5)
     port, dashboard_port = config.ray.port or port, config.ray.dashboard_port or dashboard_port
@@ -80,41 +79,6 @@ def ray_command(python: str) -> list[str]:
     return [python, "-m", "ray.scripts.scripts"]
 
 
-def stop_processes(folder: Path, marks: tuple[ProcessMark, ...]) -> list[str]:
-    """End every process of the Ray in `folder`, and the marked ones; return descriptions of those that stayed.
-
-    A process belongs to that Ray when the folder stands in its command line, or when it descends from one of these.
-    No other Ray of the machine is touched.
-    """
-    processes = {process.pid: process for process in (*processes_of(folder), *living(marks))}
-    processes.pop(os.getpid(), None)
-    for process in processes.values():
-        _signal(process, terminate=True)
-    _, alive = psutil.wait_procs(processes.values(), timeout=_TERM_SECONDS)
-    for process in {process.pid: process for process in (*alive, *processes_of(folder))}.values():
-        _signal(process, terminate=False)
-    _, alive = psutil.wait_procs(alive, timeout=_KILL_SECONDS)
-    return [f"{process.pid} ({process.name()})" for process in alive if process.is_running()]
-
-
-def processes_of(folder: Path) -> list[psutil.Process]:
-    """Return every process of the Ray in `folder`, on this machine, and of what runs on it."""
-    found: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
-        try:
-            if _belongs(process, folder):
-                found[process.pid] = process
-                found.update({child.pid: child for child in process.children(recursive=True)})
-        except psutil.Error:
-            continue
-    return list(found.values())
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove the folder of a Ray that has been stopped."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _start(command: list[str], folder: Path) -> None:
     environment = {**os.environ, **{k: v or "" for k, v in ray_environment(folder / "token").items()}}
     environment.pop("RAY_AUTH_TOKEN", None)
@@ -141,22 +105,3 @@ def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server((_LOCALHOST, 0))) for _ in range(count)]
         return [server.getsockname()[1] for server in servers]
-
-
-def _belongs(process: psutil.Process, folder: Path) -> bool:
-    """True for a process of Ray itself; not for someone who reads its logs or has its token for a job."""
-    arguments = process.cmdline()
-    if any("/ray/" in argument for argument in arguments):
-        return any(str(folder) in argument for argument in arguments)
-    # The proxy of Ray's own client is the one that has the folder nowhere in its command line.
-    return _CLIENT_SERVER in arguments and process.environ().get("RAY_AUTH_TOKEN_PATH") == str(folder / "token")
-
-
-def _signal(process: psutil.Process, *, terminate: bool) -> None:
-    try:
-        if terminate:
-            process.terminate()
-        else:
-            process.kill()
-    except psutil.NoSuchProcess:
-        pass

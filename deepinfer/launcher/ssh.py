@@ -6,6 +6,7 @@ Ray's launcher leaves workers out and raylets behind on hosts that it does not o
 
 from __future__ import annotations
 
+import re
 import secrets
 import shlex
 import subprocess
@@ -17,11 +18,13 @@ from pathlib import Path
 from ray import __version__ as ray_version
 
 from deepinfer import __version__
+from deepinfer.actors.domains import DOMAIN_LABEL
 from deepinfer.config import ClusterConfig, RayConfig
 from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.environment import ray_environment, write_token
 from deepinfer.launcher.local import object_store_bytes
-from deepinfer.launcher.ray_node import ray_command, remove_folder
+from deepinfer.launcher.ray_node import ray_command
+from deepinfer.launcher.ray_processes import remove_folder
 from deepinfer.launcher.record import ClusterRecord
 from deepinfer.log import get_logger, phase
 
@@ -29,9 +32,10 @@ _LOGGER = get_logger("launcher")
 _PORT = 6379
 _DASHBOARD_PORT = 8265
 _COMMAND_SECONDS = 180.0
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")  # as Kubernetes has them, and so Ray
 _VERSIONS = "import deepinfer, ray, socket; print(deepinfer.__version__, ray.__version__, socket.gethostname())"
 _STOP = (
-    "import sys; from pathlib import Path; from deepinfer.launcher.ray_node import remove_folder, stop_processes; "
+    "import sys; from pathlib import Path; from deepinfer.launcher.ray_processes import remove_folder, stop_processes; "
     "folder = Path(sys.argv[1]); left = stop_processes(folder, ()); print(chr(10).join(left)); "
     "left or remove_folder(folder)"
 )
@@ -45,6 +49,7 @@ def start_on_hosts(config: ClusterConfig) -> ClusterRecord:
     hosts = config.ray.hosts
     if not hosts:
         raise ConfigError("provider 'ssh' needs the names of the hosts; the first becomes the head", path="ray.hosts")
+    check_domains(config.ray)
     with phase(_LOGGER, f"check {len(hosts)} hosts"):
         _check_versions(config.ray)
     folder = Path("/tmp") / f"deepinfer-up-{secrets.token_hex(3)}"
@@ -53,10 +58,9 @@ def start_on_hosts(config: ClusterConfig) -> ClusterRecord:
     record = host_record(config, folder=str(folder))
     try:
         with phase(_LOGGER, f"start Ray's head on {hosts[0]}"):
-            _start(config.ray, hosts[0], folder, host_arguments(config, record))
+            _start(config.ray, hosts[0], folder, host_arguments(config, record, hosts[0]))
         with phase(_LOGGER, f"start Ray on {len(hosts) - 1} more hosts"):
-            worker = host_arguments(config, record, is_head=False)
-            _on_all(hosts[1:], lambda host: _start(config.ray, host, folder, worker))
+            _on_all(hosts[1:], lambda host: _start(config.ray, host, folder, host_arguments(config, record, host)))
     except BaseException:
         try:
             stop_on_hosts(record, config.ray)
@@ -80,10 +84,25 @@ def host_record(config: ClusterConfig, *, folder: str) -> ClusterRecord:
     )
 
 
-def host_arguments(config: ClusterConfig, record: ClusterRecord, *, is_head: bool = True) -> list[str]:
-    """Return the arguments of `ray start` on a host."""
-    common = [f"--object-store-memory={object_store_bytes(config)}", "--disable-usage-stats"]
-    if not is_head:
+def check_domains(config: RayConfig) -> None:
+    """Raise ConfigError unless every host of a domain is one of `ray.hosts`, and of no other domain."""
+    seen: dict[str, str] = {}
+    for name, hosts in config.domains.items():
+        if not _LABEL_VALUE.fullmatch(name):
+            raise ConfigError(f"{name!r} is no label: use letters, digits, '-', '_' and '.'", path="ray.domains")
+        for host in hosts:
+            if host not in config.hosts:
+                raise ConfigError(f"{host!r} of domain {name!r} is none of ray.hosts", path="ray.domains")
+            if host in seen:
+                raise ConfigError(f"{host!r} stands in {seen[host]!r} and in {name!r}", path="ray.domains")
+            seen[host] = name
+
+
+def host_arguments(config: ClusterConfig, record: ClusterRecord, host: str) -> list[str]:
+    """Return the arguments of `ray start` on `host`; the first of all hosts becomes the head."""
+    labels = [f"--labels={DOMAIN_LABEL}={name}" for name, hosts in config.ray.domains.items() if host in hosts]
+    common = [f"--object-store-memory={object_store_bytes(config)}", "--disable-usage-stats", *labels]
+    if host != config.ray.hosts[0]:
         return [f"--address={record.address}", *common]  # the folder is the head's
     return [
         "--head",

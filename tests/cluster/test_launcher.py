@@ -16,8 +16,9 @@ from deepinfer.config import ClusterConfig, load_config, resolve
 from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.differences import check_joinable
 from deepinfer.launcher.engine import summarize
+from deepinfer.launcher.local import start_patiently
 from deepinfer.launcher.logs import _choose
-from deepinfer.launcher.ray_node import stop_processes
+from deepinfer.launcher.ray_processes import stop_processes
 from deepinfer.launcher.record import (
     ClusterRecord,
     living,
@@ -26,7 +27,7 @@ from deepinfer.launcher.record import (
     remove_record,
     write_record,
 )
-from deepinfer.launcher.ssh import start_on_hosts, stop_on_hosts
+from deepinfer.launcher.ssh import host_arguments, host_record, start_on_hosts, stop_on_hosts
 from deepinfer.protocol import RankReady
 
 
@@ -155,6 +156,35 @@ def test_hosts_are_checked_before_anything_is_started(
     assert " start " not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("domains", "message"),
+    [
+        ("{r: [one, six]}", "ray.domains: 'six' of domain 'r' is none of ray.hosts"),
+        ("{r: [one], s: [two, one]}", "ray.domains: 'one' stands in 'r' and in 's'"),
+        ("{'a,b': [one]}", "ray.domains: 'a,b' is no label"),
+    ],
+)
+def test_domains_are_checked_before_hosts_are_asked(domains: str, message: str) -> None:
+    config = make_config("ray.provider=ssh", "ray.hosts=[one, two]", f"ray.domains={domains}")
+    with pytest.raises(ConfigError, match=message):
+        start_on_hosts(config)
+
+
+def test_hosts_of_a_domain_carry_its_label() -> None:
+    config = make_config("ray.provider=ssh", "ray.hosts=[one, two, six]", "ray.domains={r: [one], s: [two]}")
+    record = host_record(config, folder="/tmp/f")
+    labels = {
+        host: [part for part in host_arguments(config, record, host) if "label" in part] for host in config.ray.hosts
+    }
+    assert labels == {
+        "one": ["--labels=ray.io/gpu-domain=r"],
+        "two": ["--labels=ray.io/gpu-domain=s"],
+        "six": [],
+    }
+    assert "--head" in host_arguments(config, record, "one")
+    assert "--address=one:6379" in host_arguments(config, record, "two")
+
+
 def test_a_head_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
     body = f"""
 case "$*" in
@@ -190,6 +220,33 @@ def test_two_hosts_over_a_false_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         left = stop_on_hosts(record, config.ray)
     assert left == []
     assert not Path(str(record.folder)).exists()
+
+
+@pytest.mark.parametrize(
+    ("errors", "num_starts", "fails"),
+    [
+        ([], 1, False),
+        (["The current node timed out during startup"] * 2, 3, False),
+        (["The current node timed out during startup"] * 3, 3, True),
+        (["the port is taken"], 1, True),
+    ],
+)
+def test_only_slow_starts_of_ray_are_tried_again(errors: list[str], num_starts: int, fails: bool) -> None:
+    starts = 0
+
+    def start() -> str:
+        nonlocal starts
+        starts += 1
+        if starts <= len(errors):
+            raise ClusterError(errors[starts - 1])
+        return "started"
+
+    if fails:
+        with pytest.raises(ClusterError, match=errors[-1]):
+            start_patiently(start)
+    else:
+        assert start_patiently(start) == "started"
+    assert starts == num_starts
 
 
 def test_a_start_is_told_in_one_line() -> None:
