@@ -107,7 +107,7 @@ def test_the_cause_of_a_rank_s_death_is_in_a_submitted_job_s_output(commands: Co
     variables = dict(part.split("=") for part in re.search(r"export (.*)", printed)[1].split())
     dashboard = re.search(r"dashboard: (\S+)", printed)[1]
     source = commands.rows("long", 30, max_tokens=400)
-    entry = [sys.executable, "-c", "'from deepinfer.cli.main import main; main()'", "run"]
+    entry = [sys.executable, "-c", "from deepinfer.cli.main import main; main()", "run"]
     entry += ["--cluster", str(commands.file), "-i", str(source), "-o", str(commands.folder / "answers")]
     line = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", dashboard, "--", *entry]
     environment = {**commands.environment(), **variables}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -60,7 +59,7 @@ def test_submitted_jobs_share_the_engine_and_dead_ones_free_it(commands: Command
     bad = commands.rows("bad", 4, temprature=1)
     jobs = []
     for source, target in ((commands.rows("good", 12), "good"), (bad, "bad")):
-        entry = [sys.executable, "-c", "'from deepinfer.cli.main import main; main()'", "run"]
+        entry = [sys.executable, "-c", "from deepinfer.cli.main import main; main()", "run"]
         entry += ["--cluster", str(commands.file), "-i", str(source), "-o", str(commands.folder / target)]
         ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
         line = [*ray_command, "job", "submit", "--address", dashboard, "--", *entry]
