@@ -320,15 +320,6 @@ def keep_compiled_kernels(cache_dir: str | Path, *, rank_name: str) -> None:
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path(cache_dir) / "deep_gemm" / rank_name))
 
 
-def allow_peer_memory() -> None:
-    """Let torch's symmetric memory join GPUs that are each the first one of their process, and leave multicast alone.
-
-    Nothing here uses multicast, and torch would reserve its objects otherwise.
-    """
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-
-
 def encode_config(config: ClusterConfig) -> bytes:
     """Return `config` as msgpack bytes for another process."""
     return msgspec.msgpack.encode(config)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from deepinfer.config import allow_peer_memory
 from deepinfer.distributed.peer_memory import PeerMemory
 from deepinfer.distributed.process_groups import Group, ProcessGroups, open_store
 from deepinfer.distributed.push_dispatcher import PushDispatcher, open_link
@@ -107,7 +106,7 @@ class _Bench:
 def _peer_copy(memory: PeerMemory, group: Group) -> str:
     """GB/s of plain copies into the next rank's memory, all ranks at once."""
     num_bytes = len(memory.own)
-    target = memory.handle.get_buffer((group.rank + 1) % group.num_ranks, (num_bytes,), torch.uint8)
+    target = memory.pieces[(group.rank + 1) % group.num_ranks]
     source = torch.zeros_like(memory.own)
     parts = []
     for size in (num_bytes // 64 // 16 * 16, num_bytes // 8 // 16 * 16, num_bytes):
@@ -119,7 +118,6 @@ def _peer_copy(memory: PeerMemory, group: Group) -> str:
 def _rank(rank: int, num_ranks: int, port: int, sizes: list[int]) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    allow_peer_memory()
     groups = ProcessGroups.form(
         role="decode",
         rank=rank,

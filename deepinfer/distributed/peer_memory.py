@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+import msgspec
 import torch
-from torch._C._distributed_c10d import _SymmetricMemory
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from deepinfer.distributed.process_groups import Group
 
@@ -16,24 +15,38 @@ from deepinfer.distributed.process_groups import Group
 class PeerMemory:
     """`own` [B] uint8: this rank's piece. `peers` int64 [R] on the device: where each rank's piece begins, seen here.
 
-    `handle` keeps the other ranks' pieces mapped.
+    `pieces` are all ranks' pieces by rank, mapped here.
     """
 
     own: torch.Tensor
     peers: torch.Tensor
-    handle: Any = None
+    pieces: tuple[torch.Tensor, ...] = ()
 
 
 def open_peer_memory(group: Group, store: TCPStore, num_bytes: int, device: torch.device) -> PeerMemory:
     """Allocate `num_bytes` zeroed bytes on every rank's `device` and map each other's; a collective of `group`.
 
-    Once per process and role. It is torch's symmetric memory; `config.allow_peer_memory` has to come first. Raises
-    RuntimeError where GPUs can't reach each other.
+    Once for each role of a group. CUDA's handles for other processes carry it, which need neither NVLink multicast nor
+    that a process sees the GPUs of the others. Raises RuntimeError where GPUs can't reach each other.
     """
-    name = f"deepinfer/{group.role}"
-    _SymmetricMemory.set_group_info(name, group.rank, group.num_ranks, PrefixStore(name, store))
-    own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
-    own.zero_()
-    handle = _SymmetricMemory.rendezvous(own, name)
-    assert handle is not None, name
-    return PeerMemory(own, torch.tensor(handle.buffer_ptrs, dtype=torch.int64).to(device), handle)
+    own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    handle = own.untyped_storage()._share_cuda_()
+    store.set(_key(group.role, group.rank), msgspec.msgpack.encode(handle))
+    pieces = []
+    for rank in range(group.num_ranks):
+        sent = store.get(_key(group.role, rank))
+        pieces.append(own if rank == group.rank else _map_piece(sent, num_bytes, device))
+    peers = torch.tensor([piece.data_ptr() for piece in pieces], dtype=torch.int64).to(device)
+    return PeerMemory(own, peers, tuple(pieces))
+
+
+def _map_piece(sent: bytes, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Map another rank's piece for `device`; the first part of a handle numbers the GPU as its owner does."""
+    _, *rest = msgspec.msgpack.decode(sent)
+    storage = torch.UntypedStorage._new_shared_cuda(device.index, *rest)  # noqa: SLF001
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,))
+
+
+def _key(role: str, rank: int) -> str:
+    return f"{role}/memory/{rank}"

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from deepinfer import __version__
-from deepinfer.config import ClusterConfig, DecodeConfig, PrefillConfig, allow_peer_memory, keep_compiled_kernels
+from deepinfer.config import ClusterConfig, DecodeConfig, PrefillConfig, keep_compiled_kernels
 from deepinfer.distributed.dispatchers import Dispatchers, open_dispatchers
 from deepinfer.distributed.process_groups import ProcessGroups
 from deepinfer.distributed.step_sync import GroupStepSync, LocalStepSync
@@ -353,7 +353,6 @@ def build_rank_engine(
     """
     if config.accelerator == "nvidia":
         keep_compiled_kernels(config.cache_dir, rank_name=f"{role}-{rank}")
-        allow_peer_memory()
     platform = load_platform(config.accelerator)
     builder = _Builder(config, role, rank, num_ranks, Path(model_directory), platform, on_phase, stand_in)
     with builder.phase(f"meeting {num_ranks} ranks"):

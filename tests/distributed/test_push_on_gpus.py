@@ -7,7 +7,6 @@ import torch
 from support.exchanges import Exchange, answers_of, arrivals, combined, exchange_of
 from support.processes import run_ranks
 
-from deepinfer.config import allow_peer_memory
 from deepinfer.distributed.dispatchers import open_dispatchers
 from deepinfer.distributed.process_groups import ProcessGroups
 from deepinfer.distributed.token_dispatcher import ExchangeShape, TokenDispatcher
@@ -34,7 +33,6 @@ def _worker(groups: ProcessGroups, _: None) -> list[str]:
     rank = groups.dispatch.rank
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    allow_peer_memory()
     shape = ExchangeShape(COLUMNS, WIDTH * 2, WIDTH * 2, MAX_ROWS)
     dispatchers = open_dispatchers(groups, [shape], device=device, timeout_seconds=20.0)
     push, oracle = dispatchers(EXPERTS), TorchDispatcher(groups.dispatch, EXPERTS)
@@ -94,4 +92,4 @@ def _replay(groups: ProcessGroups, push: TokenDispatcher, recording, device: tor
 def test_pushed_rows_are_those_of_the_gloo_dispatcher() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    assert run_ranks(_worker, 2, None) == [[], []]
+    assert run_ranks(_worker, 2, None, start_method="spawn") == [[], []]

@@ -67,12 +67,21 @@ def _run(worker: Callable, place: RankPlace, argument: Any, out: Any) -> None:
 
 
 def run_processes(
-    worker: Callable[[RankPlace, Any], Any], num_ranks: int, argument: Any, *, timeout_seconds: float = 60.0
+    worker: Callable[[RankPlace, Any], Any],
+    num_ranks: int,
+    argument: Any,
+    *,
+    timeout_seconds: float = 60.0,
+    start_method: str = "forkserver",
 ) -> list[Any]:
-    """Return what `worker(place, argument)` returned on each rank, by rank; fails when one of them raised."""
+    """Return what `worker(place, argument)` returned on each rank, by rank; fails when one of them raised.
+
+    `start_method` "spawn": for workers that use a GPU, which a forked process can't.
+    """
     store, port = open_store("127.0.0.1")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = multiprocessing.get_context(start_method)
+    if start_method == "forkserver":
+        context.set_forkserver_preload(_PRELOADED)
     out = context.Queue()
     places = [RankPlace(rank, num_ranks, "127.0.0.1", port, timeout_seconds) for rank in range(num_ranks)]
     processes = [context.Process(target=_run, args=(worker, place, argument, out), daemon=True) for place in places]
@@ -95,10 +104,16 @@ def run_processes(
 
 
 def run_ranks(
-    worker: Callable[[ProcessGroups, Any], Any], num_ranks: int, argument: Any, *, timeout_seconds: float = 60.0
+    worker: Callable[[ProcessGroups, Any], Any],
+    num_ranks: int,
+    argument: Any,
+    *,
+    timeout_seconds: float = 60.0,
+    start_method: str = "forkserver",
 ) -> list[Any]:
     """Like `run_processes` for a worker that takes its rank's groups, of the role "decode"."""
-    return run_processes(partial(_with_groups, worker), num_ranks, argument, timeout_seconds=timeout_seconds)
+    workers = partial(_with_groups, worker)
+    return run_processes(workers, num_ranks, argument, timeout_seconds=timeout_seconds, start_method=start_method)
 
 
 def _with_groups(worker: Callable, place: RankPlace, argument: Any) -> Any:
