@@ -12,20 +12,20 @@ OTHER: Final = "other"
 
 # the first pattern that is found decides
 _KINDS: Final = (
-    (r"fp8_gemm.*?\D0, 0u, [1-9]\d*u, [1-9]\d*u, [1-9]", "routed experts"),
+    (r"fp8_gemm.*?\D0, 0u, [1-9]\d*u, [1-9]\d*u, [1-9]|_grouped_", "routed experts"),
     (r"fp8_gemm", "FP8 linears"),
     (r"bf16_gemm", "attention output by groups"),
-    (r"sparse_attn|attention", "attention"),
-    (r"_scan_|_kept_|_choose_|_score|_maxima|index|topk", "index scores and selection"),
+    (r"sparse_attn|attention|_numbers_", "attention"),
+    (r"_scan_|_kept_|_choose_|_score|_maxima|_query_|_locate_|index_select|mqa_logits", "index scores and selection"),
     (r"_swiglu", "SwiGLU"),
     (r"_cast_", "casts to FP8"),
     (r"_product_|_coefficients_|_advance_|_update_|_collapse_", "hyper-connections"),
-    (r"nvjet|cublas|cutlass|gemm", "bf16 products: router, heads, compressors"),
+    (r"nvjet|cublas|cutlass|gemm|_matmul_", "bf16 products: router, heads, compressors"),
     (r"_place_|_count_|_combine_|_route_|_layout_", "routing, order and sum of experts' rows"),
     (r"_draw_", "sampling"),
-    (r"_rotate_|_latent_|_rms_norm_|_store_|_pack_|_pair_", "norms, rotation, records"),
+    (r"_rotate_|_latent_|_rms_norm_|_norm_|_store_|pack_|_pair_|_round_", "norms, rotation, records"),
     (r"_rows_kernel|_lookup_|_gate_kernel", "n-gram memory"),
-    (r"Memcpy|Memset", "copies"),
+    (r"Memcpy|Memset|memcpy", "copies"),
     (r"at::native|at_cuda|cub::", "torch's own small kernels"),
 )
 # kind -> what it is counted as in the model's costs, draft included
