@@ -32,7 +32,7 @@ def open_peer_memory(group: Group, store: TCPStore, num_bytes: int, device: torc
     own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
     handle = own.untyped_storage()._share_cuda_()
-    store.set(_key(group.role, group.rank), msgspec.msgpack.encode(handle))
+    store.set(_key(group.role, group.rank), msgspec.msgpack.encode(handle).hex())
     pieces = []
     for rank in range(group.num_ranks):
         sent = store.get(_key(group.role, rank))
@@ -43,9 +43,9 @@ def open_peer_memory(group: Group, store: TCPStore, num_bytes: int, device: torc
 
 def _map_piece(sent: bytes, num_bytes: int, device: torch.device) -> torch.Tensor:
     """Map another rank's piece for `device`; the first part of a handle numbers the GPU as its owner does."""
-    _, *rest = msgspec.msgpack.decode(sent)
+    _, *rest = msgspec.msgpack.decode(bytes.fromhex(sent.decode()))
     storage = torch.UntypedStorage._new_shared_cuda(device.index, *rest)  # noqa: SLF001
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
 
 
 def _key(role: str, rank: int) -> str:
