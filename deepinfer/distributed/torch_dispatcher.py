@@ -97,7 +97,8 @@ def _join(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def _split(payload: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (rows [N, D] in the dtype of `like`, weights [N] float32) from the bytes that `_join` wrote."""
-    row_bytes = payload[:, :-_WEIGHT_BYTES].contiguous()
-    weight_bytes = payload[:, -_WEIGHT_BYTES:].contiguous()
+    # Not `contiguous`: it leaves a slice of one row or none as it is, whose stride the wider types refuse.
+    row_bytes = payload[:, :-_WEIGHT_BYTES].clone(memory_format=torch.contiguous_format)
+    weight_bytes = payload[:, -_WEIGHT_BYTES:].clone(memory_format=torch.contiguous_format)
     rows = row_bytes.view(like.dtype).view(len(payload), like.shape[1])
     return rows, weight_bytes.view(torch.float32).view(len(payload))
