@@ -45,8 +45,8 @@ def answer_bits(
             preempted = _answer_once(prefilling, decoding, batch, answers, prompts, wake_id)
             batch = [replay(origins[index], 0, answers[index]) for index in preempted]
         if place is not None:
-            wait_until_parked(prefill)
-            wait_until_parked(decode)
+            wait_until_parked(prefilling)
+            wait_until_parked(decoding)
             place.wait_for_all("answered")  # a rank that has finished helps the others until then
     num_preemptions = sum(answer.num_preemptions for answer in answers.values())
     return {index: _bits(answer, prompts[index]) for index, answer in answers.items()}, num_preemptions

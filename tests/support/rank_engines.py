@@ -362,17 +362,19 @@ def answer_rounds(
             going_on = [request for request in requests if done[request.index][0].kv is not None]
             admitted = [(admission(request, done[request.index][0]), done[request.index][1]) for request in going_on]
             run_decode(decoding, admitted, answers, wake_id=wake_id)
-            wait_until_parked(prefill)
-            wait_until_parked(decode)
+            wait_until_parked(prefilling)
+            wait_until_parked(decoding)
         place.wait_for_all("answered")  # a rank that has finished helps the others until then
     return {index: answer.token_ids for index, answer in answers.items()}
 
 
-def wait_until_parked(engine: RankEngine) -> None:
-    """Wait until the engine's group has nothing to do."""
+def wait_until_parked(running: RunningEngine) -> None:
+    """Wait until the engine's group has nothing to do; raises what has broken it."""
     deadline = time.monotonic() + WAIT_SECONDS
-    while not engine.status()["parked"]:
-        assert time.monotonic() < deadline, engine.status()
+    while not running.engine.status()["parked"]:
+        if running.error is not None:
+            raise running.error
+        assert time.monotonic() < deadline, running.engine.status()
         time.sleep(0.001)
 
 
