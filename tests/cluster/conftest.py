@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,6 +61,19 @@ class Commands:
         )
         assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
+
+    def submit(self, printed: str, *run: object, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        """Begin `ray job submit` of `deepinfer run`, as `up` has `printed`; its output comes through a pipe."""
+        variables = dict(part.split("=") for part in re.search(r"export (.*)", printed)[1].split())
+        address = re.search(r"dashboard: (\S+)", printed)[1]
+        submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", address, *options, "--"]
+        return subprocess.Popen(
+            [*submit, *self.line("deepinfer", "run", "--cluster", self.file, *run)],
+            env={**self.environment(), **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def status(self) -> dict[str, Any]:
         numbers: dict[str, Any] = json.loads(self("deepinfer-cluster", "status", self.file, "--json"))

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -90,7 +89,7 @@ def test_other_settings_are_refused_to_a_job_and_loaded_by_up(commands: Commands
 
 def kill_three_times(commands: Commands, rank: str, job: subprocess.Popen[str]) -> None:
     """Kill a rank in the job, and those that replace it."""
-    wait_until(lambda: bool(commands.status().get("jobs")))
+    wait_until(lambda: bool(commands.status().get("jobs")) or job.poll() is not None)
     killed: set[int] = set()
     while job.poll() is None and len(killed) < 3:
         pid = commands.status().get("ranks", {}).get(rank, {}).get("pid")
@@ -104,20 +103,14 @@ def kill_three_times(commands: Commands, rank: str, job: subprocess.Popen[str]) 
 def test_the_cause_of_a_rank_s_death_is_in_a_submitted_job_s_output(commands: Commands) -> None:
     """P60: the submit command shows which rank died of what, how many rows are done, and how to go on."""
     printed = commands("deepinfer-cluster", "up", commands.file)
-    variables = dict(part.split("=") for part in re.search(r"export (.*)", printed)[1].split())
-    dashboard = re.search(r"dashboard: (\S+)", printed)[1]
     source = commands.rows("long", 30, max_tokens=400)
-    entry = [sys.executable, "-c", "from deepinfer.cli.main import main; main()", "run"]
-    entry += ["--cluster", str(commands.file), "-i", str(source), "-o", str(commands.folder / "answers")]
-    line = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", dashboard, "--", *entry]
-    environment = {**commands.environment(), **variables}
-    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+    with commands.submit(printed, "-i", source, "-o", commands.folder / "answers") as job:
         try:
             kill_three_times(commands, "decode-0", job)
             said = job.communicate(timeout=300)[0]
         finally:
             job.kill()
-    assert job.returncode == 1
+    assert job.returncode == 1, said
     assert "decode rank 0: its process has died" in said
     assert "the group was restarted 2 times before, giving up" in said
     assert "run the same command again to go on" in said

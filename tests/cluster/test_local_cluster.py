@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -53,21 +52,12 @@ def test_up_run_run_down(commands: Commands) -> None:
 def test_submitted_jobs_share_the_engine_and_dead_ones_free_it(commands: Commands) -> None:
     """P60 and the exit codes: what a user sees of a job, and that a killed one leaves nothing in the engine."""
     printed = commands("deepinfer-cluster", "up", commands.file)
-    variables = dict(part.split("=") for part in re.search(r"export (.*)", printed)[1].split())
-    dashboard = re.search(r"dashboard: (\S+)", printed)[1]
     before = commands.status()["ranks"]
     bad = commands.rows("bad", 4, temprature=1)
-    jobs = []
-    for source, target in ((commands.rows("good", 12), "good"), (bad, "bad")):
-        entry = [sys.executable, "-c", "from deepinfer.cli.main import main; main()", "run"]
-        entry += ["--cluster", str(commands.file), "-i", str(source), "-o", str(commands.folder / target)]
-        ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
-        line = [*ray_command, "job", "submit", "--address", dashboard, "--", *entry]
-        environment = {**commands.environment(), **variables}
-        job = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        jobs.append(job)
+    sources = {"good": commands.rows("good", 12), "bad": bad}
+    jobs = [commands.submit(printed, "-i", source, "-o", commands.folder / name) for name, source in sources.items()]
     good, failing = (job.communicate(timeout=200)[0] for job in jobs)
-    assert [job.returncode for job in jobs] == [0, 1]
+    assert [job.returncode for job in jobs] == [0, 1], (good, failing)
     assert "deepinfer: exit code 0" in good
     assert "deepinfer: exit code 3" in failing
     assert "failed with exit code 3" in failing
@@ -89,4 +79,21 @@ def test_submitted_jobs_share_the_engine_and_dead_ones_free_it(commands: Command
     assert commands.status()["ranks"] == before
 
     assert "decode-0: " in commands("deepinfer-cluster", "logs", commands.file, "--rank", "0")
+    commands("deepinfer-cluster", "down", commands.file)
+
+
+@pytest.mark.timeout(600)
+def test_a_submitted_job_brings_its_rows_in_its_working_directory(commands: Commands) -> None:
+    """The package is on the node, the rows travel; the answers stay where an absolute path says."""
+    printed = commands("deepinfer-cluster", "up", commands.file)
+    travelling = commands.folder / "travelling"
+    travelling.mkdir()
+    commands.rows("row", 3).rename(travelling / "rows.jsonl")
+    target = commands.folder / "answers"
+    options = ("--working-dir", str(travelling))
+    with commands.submit(printed, "-i", "rows.jsonl", "-o", target, options=options) as job:
+        said = job.communicate(timeout=300)[0]
+    assert job.returncode == 0, said
+    assert "using the running engine" in said
+    assert commands.answered(target) == {"row-0", "row-1", "row-2"}
     commands("deepinfer-cluster", "down", commands.file)
