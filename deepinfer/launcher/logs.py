@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+import ray
 from ray.util.state import get_log, list_actors
 from ray.util.state.exception import RayStateApiException
 
@@ -21,11 +22,12 @@ def read_logs(config: ClusterConfig, *, which: str | None, num_lines: int) -> It
     `which`: "driver", "prefill-0", a bare rank number (of both roles), or None for all. Of a rank that was restarted
     the living process is read. This process must be connected to the engine's Ray.
     """
+    address = ray.get_runtime_context().gcs_address  # else Ray looks for one, and there may be several
     try:
-        actors = list_actors(filters=[("ray_namespace", "=", config.ray.namespace)], limit=_MAX_ACTORS)
+        actors = list_actors(address=address, filters=[("ray_namespace", "=", config.ray.namespace)], limit=_MAX_ACTORS)
         chosen = _choose({actor.name: actor.actor_id for actor in sorted(actors, key=_is_alive)}, config.name, which)
         for name, actor_id in chosen:
-            yield name, "".join(get_log(actor_id=actor_id, suffix="err", tail=num_lines))
+            yield name, "".join(get_log(address=address, actor_id=actor_id, suffix="err", tail=num_lines))
     except RayStateApiException as error:
         raise ClusterError(f"Ray's dashboard does not give the logs: {error}") from error
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.differences import check_joinable
 from deepinfer.launcher.engine import summarize
 from deepinfer.launcher.local import start_patiently
-from deepinfer.launcher.logs import _choose
+from deepinfer.launcher.logs import _choose, read_logs
 from deepinfer.launcher.ray_processes import stop_processes
 from deepinfer.launcher.record import (
     ClusterRecord,
@@ -130,6 +131,16 @@ def test_logs_are_chosen_by_rank(which: str | None, expected: list[str]) -> None
 def test_an_unknown_rank_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="--rank: 'decode-7' is none of driver, decode-0"):
         _choose({"e-driver": "a", "e-decode-0": "b"}, "e", "decode-7")
+
+
+def test_logs_are_those_of_the_ray_that_this_process_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would look for one, and refuse when it finds several on the machine."""
+    logs = "deepinfer.launcher.logs"
+    monkeypatch.setattr(f"{logs}.ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1"))
+    actor = SimpleNamespace(name="e-driver", actor_id="a", state="ALIVE")
+    monkeypatch.setattr(f"{logs}.list_actors", lambda address, **_: [actor] if address == "here:1" else [])
+    monkeypatch.setattr(f"{logs}.get_log", lambda address, **_: [f"said {address}"])
+    assert list(read_logs(make_config("name=e"), which=None, num_lines=1)) == [("driver", "said here:1")]
 
 
 def make_ssh(folder: Path, body: str) -> str:
