@@ -1,7 +1,7 @@
 """Two prefill nodes and two decode nodes, each a raylet of its own, and a spare one; one decode node is killed.
 
-The ranks are fake ones, whose answers show a hand-over that went astray. Run as a program, because a process can be
-connected to one Ray only. Prints what it found as JSON.
+The ranks are fake ones, whose answers show a hand-over that went astray, or (second argument "real") the tiny model's.
+Run as a program, because a process can be connected to one Ray only. Prints what it found as JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import ray
 from ray.cluster_utils import Cluster
 from support.fake_cluster import FAKE_PROGRAM
 
+from deepinfer.actors.rank_life import RankProgram
 from deepinfer.launcher.environment import ray_environment, set_environment, write_token
 from deepinfer.llm import LLM
 from deepinfer.protocol import SamplingParams
@@ -51,7 +52,7 @@ def say(text: str) -> None:
     print(time.strftime("%X"), text, file=sys.stderr, flush=True)
 
 
-def run(folder: Path) -> dict[str, Any]:
+def run(folder: Path, program: RankProgram | None, max_tokens: int) -> dict[str, Any]:
     set_environment(ray_environment(write_token(folder)))
     store = {"object_store_memory": 80 * 1024 * 1024}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **store})
@@ -59,8 +60,9 @@ def run(folder: Path) -> dict[str, Any]:
         cluster.add_node(num_cpus=1, **store)
     ray.init(address=cluster.address, namespace="deepinfer", log_to_driver=False, logging_level="ERROR")
     prompts = [f"Row {number} says" for number in range(NUM_PROMPTS)]
-    params = [SamplingParams(max_tokens=1500, seq_seed=number) for number in range(NUM_PROMPTS)]
-    with LLM("tiny", settings={**SETTINGS, "cache_dir": str(folder / "cache")}, rank_program=FAKE_PROGRAM) as llm:
+    params = [SamplingParams(max_tokens=max_tokens, seq_seed=number) for number in range(NUM_PROMPTS)]
+    chosen = {} if program is None else {"rank_program": program}
+    with LLM("tiny", settings={**SETTINGS, "cache_dir": str(folder / "cache")}, **chosen) as llm:
         say("started")
         before = nodes_of(llm)
         driver = ray.get_actor(f"{llm._client.facts.name}-driver")
@@ -89,4 +91,5 @@ def run(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(Path(sys.argv[1]))))
+    is_real = sys.argv[2:] == ["real"]
+    print(json.dumps(run(Path(sys.argv[1]), None if is_real else FAKE_PROGRAM, 40 if is_real else 1500)))

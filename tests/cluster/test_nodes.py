@@ -1,4 +1,4 @@
-"""P44 with several raylets and fake ranks: hand-over across nodes, and a decode node that dies in the middle."""
+"""P44 with several raylets: rendezvous and hand-over across nodes, and a decode node that dies in the middle."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from tests.cluster.conftest import ROOT, Commands
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_node_costs_no_answer(commands: Commands) -> None:
-    code = [sys.executable, str(Path(__file__).parent / "nodes_case.py"), str(commands.folder)]
+@pytest.mark.parametrize("ranks", ["fake", "real"])
+def test_a_killed_node_costs_no_answer(commands: Commands, ranks: str) -> None:
+    code = [sys.executable, str(Path(__file__).parent / "nodes_case.py"), str(commands.folder), ranks]
     environment = {**commands.environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     program = subprocess.Popen(code, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
