@@ -43,9 +43,17 @@ def _register(tensor: Tensor) -> bool:
         code = int(runtime.cudaHostRegister(first, num_bytes, flags))
         if code != 0:
             _forget_error()
-        if code in (0, _ALREADY_REGISTERED):
+        if code == 0:
             return True
+        if code == _ALREADY_REGISTERED:
+            return _ends_are_pinned(tensor)
     return False
+
+
+def _ends_are_pinned(tensor: Tensor) -> bool:
+    """False where only part is registered: by a mapping that lay here before, or that shares a page."""
+    flat = tensor.view(torch.uint8).flatten()
+    return flat[:1].is_pinned() and flat[-1:].is_pinned()
 
 
 def _forget_error() -> None:
