@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +48,6 @@ def _build(role: str, directory: Path, tables: str, place: RankPlace | None) -> 
 def _answer_share(place: RankPlace, argument: tuple[Path, str, list[list[Request]]]) -> dict[str, Any]:
     """Prefill and decode this rank's requests; only the decode ranks are a group."""
     directory, tables, shares = argument
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(place.rank)
     prefill, decode = _build("prefill", directory, tables, None), _build("decode", directory, tables, place)
     answers = answer_rounds(place, prefill, decode, [shares[place.rank]])
     dispatcher = decode._parts.runner._around.dispatcher
@@ -59,7 +55,8 @@ def _answer_share(place: RankPlace, argument: tuple[Path, str, list[list[Request
 
 
 def _answer(directory: Path, tables: str, shares: list[list[Request]]) -> list[dict[str, Any]]:
-    return run_processes(_answer_share, len(shares), (directory, tables, shares), start_method="spawn")
+    argument = (directory, tables, shares)
+    return run_processes(_answer_share, len(shares), argument, start_method="spawn", one_gpu_each=True)
 
 
 @pytest.mark.parametrize("tables", ["host", "sharded"])
@@ -68,8 +65,7 @@ def test_two_gpus_answer_like_one(tables: str, tmp_path: Path) -> None:
         pytest.skip("needs two GPUs")
     directory = tiny_directory(tmp_path)
     requests = tiny_requests([5, 40, 130, 77, 9, 200, 31])
-    shares = [[requests], [requests[:2], requests[2:]]]
-    with ThreadPoolExecutor() as pool:  # at once, since most of the time kernels are compiled
-        (alone,), both = pool.map(partial(_answer, directory, tables), shares)
+    (alone,) = _answer(directory, tables, [requests])
+    both = _answer(directory, tables, [requests[:2], requests[2:]])
     assert [part["dispatcher"] for part in both] == ["PushDispatcher", "PushDispatcher"]
     assert both[0]["answers"] | both[1]["answers"] == alone["answers"]

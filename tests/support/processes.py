@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import TCPStore
 
@@ -73,10 +74,12 @@ def run_processes(
     *,
     timeout_seconds: float = 60.0,
     start_method: str = "forkserver",
+    one_gpu_each: bool = False,
 ) -> list[Any]:
     """Return what `worker(place, argument)` returned on each rank, by rank; fails when one of them raised.
 
-    `start_method` "spawn": for workers that use a GPU, which a forked process can't.
+    `start_method` "spawn": for workers that use a GPU, which a forked process can't. `one_gpu_each`: a rank sees only
+    the GPU of its number, from its first import on, since some packages count GPUs while they are imported.
     """
     store, port = open_store("127.0.0.1")
     context = multiprocessing.get_context(start_method)
@@ -85,8 +88,11 @@ def run_processes(
     out = context.Queue()
     places = [RankPlace(rank, num_ranks, "127.0.0.1", port, timeout_seconds) for rank in range(num_ranks)]
     processes = [context.Process(target=_run, args=(worker, place, argument, out), daemon=True) for place in places]
-    for process in processes:
-        process.start()
+    for process, place in zip(processes, places, strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            if one_gpu_each:
+                patch.setenv("CUDA_VISIBLE_DEVICES", str(place.rank))
+            process.start()
     results: dict[int, Any] = {}
     try:
         while len(results) < num_ranks:
