@@ -152,7 +152,7 @@ def test_log_probabilities_are_those_of_the_model(directory: Path) -> None:
     assert all(math.isfinite(value) and value <= 0 for value in values)
 
 
-@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("thinking", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_forced_call_is_read_back_with_its_arguments(directory: Path, tokenizer: Tokenizer, thinking: bool) -> None:
     parameters = {
         "type": "object",

@@ -146,7 +146,7 @@ def test_an_aborted_sequence_leaves_room_and_others_go_on() -> None:
         decode.engine.post(DecodeBatch(batch_id=2, wake_id=2, aborted_indexes=pack([0])))
         answers = {0: Answer(), 1: Answer(unpack(done[1][0].first_token_ids).tolist())}
         run_decode(decoding, admitted[1:], answers, wake_id=3)
-        wait_until_parked(decode)
+        wait_until_parked(decoding)
         assert decode.scheduler.load().num_free_blocks == {"global": 199}
     assert answers[1].token_ids == expected[1].token_ids
     assert len(answers[0].token_ids) < 199
@@ -162,7 +162,7 @@ def test_a_new_driver_has_all_earlier_work_dropped_without_a_result() -> None:
         decode.engine.post(DecodeBatch(batch_id=1, wake_id=1, admitted=admitted), buffers)
         decoding.next_results()
         decode.engine.post(DecodeBatch(batch_id=0, wake_id=2, drops_all=True))
-        wait_until_parked(decode)
+        wait_until_parked(decoding)
         decode.engine.take_results()
         load = decode.scheduler.load()
         assert (load.num_waiting, load.num_running, load.num_free_blocks) == (0, 0, {"global": 199})
@@ -177,18 +177,18 @@ def test_a_prompt_too_long_for_the_cache_is_a_failure_and_the_rank_parks() -> No
     prefill = build_fake_rank("prefill", num_blocks=1 + 4, max_model_len=200)
     with RunningEngine(prefill.engine) as running:
         _, failures = run_prefill(running, [make_request(0, [1] * 50)], wake_id=1)
-        wait_until_parked(prefill)
+        wait_until_parked(running)
     assert failures[0].kind == "cache_too_small"
 
 
 def test_a_parked_rank_runs_nothing_until_it_is_woken() -> None:
     decode = build_fake_rank("decode")
-    with RunningEngine(decode.engine):
-        wait_until_parked(decode)
+    with RunningEngine(decode.engine) as running:
+        wait_until_parked(running)
         decode.engine.post(DecodeBatch(batch_id=1, wake_id=1))
         while decode.engine.status()["wake_id"] < 1:
             time.sleep(0.001)
-        wait_until_parked(decode)
+        wait_until_parked(running)
     assert decode.model.row_counts == []
 
 
@@ -215,9 +215,9 @@ def test_metrics_count_tokens_blocks_and_transfers() -> None:
 
 def test_a_prefill_wakes_without_requests() -> None:
     prefill = build_fake_rank("prefill")
-    with RunningEngine(prefill.engine):
+    with RunningEngine(prefill.engine) as running:
         prefill.engine.post(PrefillBatch(batch_id=1, wake_id=1))
         while prefill.engine.status()["wake_id"] < 1:
             time.sleep(0.001)
-        wait_until_parked(prefill)
+        wait_until_parked(running)
     assert prefill.engine.take_results() == (None, [])
