@@ -230,7 +230,7 @@ def test_image_tensors_are_skipped(tmp_path: Path) -> None:
     assert num_bytes(load(tmp_path)) == num_bytes(load())
 
 
-def test_too_little_memory_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p57_too_little_memory_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_file, "read_all", None)
     with pytest.raises(ConfigError, match=r"need 0\.0\d+ GiB of host memory.*routed experts"):
         load(expert_ids=ALL_EXPERTS, free=FreeMemory(host_bytes=6_000_000, device_bytes=None))
