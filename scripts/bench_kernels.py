@@ -110,7 +110,6 @@ def linear_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
         ("wkv", HEAD_DIM, HIDDEN),
         ("wo_b", HIDDEN, GROUPS * OUT_RANK),
         ("shared up", EXPERT_WIDTH, HIDDEN),
-        ("shared down", HIDDEN, EXPERT_WIDTH),
     ):
         x, weight = normal(rows, k), kernels.quantized_linear.prepare(*quantised(n, k))
         yield Case(
@@ -120,6 +119,14 @@ def linear_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
             2.0 * rows * n * k,
             "fp8",
         )
+    both, down = normal(rows, 2 * EXPERT_WIDTH), kernels.quantized_linear.prepare(*quantised(HIDDEN, EXPERT_WIDTH))
+    yield Case(
+        f"quantized_linear shared down after swiglu {EXPERT_WIDTH}->{HIDDEN}",
+        lambda: kernels.quantized_linear.after_swiglu(both, down, limit=10.0),
+        HIDDEN * EXPERT_WIDTH + 2 * rows * (HIDDEN + 2 * EXPERT_WIDTH),
+        2.0 * rows * HIDDEN * EXPERT_WIDTH,
+        "fp8",
+    )
     x = normal(rows, GROUPS, GROUP_WIDTH)
     grouped = kernels.grouped_linear.prepare(*quantised(GROUPS * OUT_RANK, GROUP_WIDTH), num_groups=GROUPS)
     size = GROUPS * OUT_RANK * GROUP_WIDTH
@@ -202,8 +209,6 @@ def expert_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
         lambda: kernels.route_tokens(logits, bias, padding, num_chosen=CHOSEN, scale=1.5),
         4 * logits.numel(),
     )
-    gate, up = normal(rows, EXPERT_WIDTH), normal(rows, EXPERT_WIDTH)
-    yield Case("swiglu shared", lambda: kernels.swiglu(gate, up, limit=10.0), 6 * gate.numel())
     shape = (
         (LOCAL_EXPERTS, EXPERT_WIDTH, HIDDEN),
         (LOCAL_EXPERTS, EXPERT_WIDTH, HIDDEN),

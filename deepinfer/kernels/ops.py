@@ -135,8 +135,9 @@ class QuantizedLinear(Protocol):
     """y = x W^T with FP8 activations: E4M3 per row and 32 columns, scale 2^ceil(log2(max(amax, 1e-4) / 448)).
 
     `weight` float8_e4m3fn [N, K], `scale` E8M0 bytes uint8 [ceil(N/32), ceil(K/32)]; x [T, K], y [T, N] model dtype.
-    `after_norm` multiplies `RMSNorm(x, norm)`, rows of x may lie apart; `after_swiglu` multiplies `SwiGLU` of gates and
-    ups side by side, `both` [T, 2 K]. Both round where the two ops do.
+    `after_norm` multiplies `RMSNorm(x, norm)`, rows of x may lie apart. `after_swiglu` multiplies the SwiGLU of gates
+    and ups side by side, `both` [T, 2 K]: silu(min(gate, limit)) * clamp(up, -limit, limit) in float32. Both round to
+    the model dtype in between.
     """
 
     def prepare(self, weight: Tensor, scale: Tensor) -> Any: ...
@@ -234,7 +235,10 @@ class EngramLookup(Protocol):
     """Dequantised rows side by side: `rows` [T, R] -> [T, R * width] model dtype (exact).
 
     `table` float8_e4m3fn [n, width], `scale` E8M0 bytes [n, width / 32]; the table may live in host memory.
+    `capturable`: whether a graph of `device` may hold look-ups in this table; not where the host has to do them.
     """
+
+    def capturable(self, table: Tensor, scale: Tensor, *, device: torch.device) -> bool: ...
 
     def __call__(self, rows: Tensor, table: Tensor, scale: Tensor) -> Tensor: ...
 
@@ -352,18 +356,13 @@ class RouteTokens(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-class SwiGLU(Protocol):
-    """silu(min(gate, limit)) * clamp(up, -limit, limit) [* weights[:, None]] in float32 -> model dtype. [T, I]."""
-
-    def __call__(self, gate: Tensor, up: Tensor, *, limit: float, weights: Tensor | None = None) -> Tensor: ...
-
-
 class ExpertMLP(Protocol):
     """Routed experts: row r of `rows` [R, D] goes to the experts `expert_ids[r]` ([R, C] int64, -1: to none) with the
     routing `weights` [R, C] float32.
 
     FP4 weights as released: `gate`, `up` uint8 [E, I, D/2], `down` uint8 [E, D, I/2] (low nibble = even column), scales
-    E8M0 bytes per row and 32 columns; FP8 activations as in `QuantizedLinear`. The weight multiplies before `down`.
+    E8M0 bytes per row and 32 columns; FP8 activations and SwiGLU as in `QuantizedLinear`. The weight multiplies
+    the SwiGLU before it is rounded.
     `few_rows`: no step has more than a few rows for an expert, so that memory counts for more than speed.
     """
 

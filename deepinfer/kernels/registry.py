@@ -27,7 +27,6 @@ _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
         "deepinfer.kernels.reference.moe",
         "deepinfer.kernels.reference.norm",
         "deepinfer.kernels.reference.sampling",
-        "deepinfer.kernels.reference.swiglu",
     ),
     "triton": (
         "deepinfer.kernels.nvidia.advance",
@@ -140,7 +139,6 @@ class KernelSet:
     index_select: ops.IndexSelect
     sparse_attention: ops.SparseAttention
     route_tokens: ops.RouteTokens
-    swiglu: ops.SwiGLU
     expert_mlp: ops.ExpertMLP
     combine_experts: ops.CombineExperts
     gumbel_argmax: ops.GumbelArgmax

@@ -63,7 +63,7 @@ def _quantized_linear(bench: Bench) -> Run:
     x = bench.normal(NUM_ROWS, sizes.hidden, dtype=bench.kernels.numerics.dtype)
     weight = linear.prepare(*fp8_matrix(bench, sizes.expert_width, sizes.hidden))
     norm = bench.normal(sizes.hidden)
-    both = bench.normal(NUM_ROWS, 2 * sizes.hidden, dtype=bench.kernels.numerics.dtype, scale=4)
+    both = bench.normal(NUM_ROWS, 2 * sizes.hidden, dtype=bench.kernels.numerics.dtype, scale=8)
     return lambda rows: [
         linear(x[rows], weight),
         linear.after_norm(x[rows], norm, weight, epsilon=1e-6),
@@ -270,17 +270,6 @@ def _route_tokens(bench: Bench) -> Run:
     )
 
 
-def _swiglu(bench: Bench) -> Run:
-    both = bench.normal(NUM_ROWS, 2 * bench.sizes.expert_width, dtype=bench.kernels.numerics.dtype, scale=8)
-    factor = bench.normal(NUM_ROWS, dtype=torch.float32)
-
-    def run(rows: Tensor) -> list[Tensor]:
-        gate, up = both[rows].chunk(2, 1)
-        return [bench.kernels.swiglu(gate, up, limit=10.0, weights=given) for given in (None, factor[rows])]
-
-    return run
-
-
 def _expert_mlp(bench: Bench) -> Run:
     """A company puts other rows, or none, before a row at its own expert and at the experts before."""
     num_experts = 5
@@ -337,7 +326,6 @@ CASES: dict[str, Callable[[Bench], Run]] = {
     "index_select": _index_select,
     "sparse_attention": _sparse_attention,
     "route_tokens": _route_tokens,
-    "swiglu": _swiglu,
     "expert_mlp": _expert_mlp,
     "combine_experts": _combine_experts,
     "gumbel_argmax": _gumbel_argmax,

@@ -125,7 +125,7 @@ class RouteTokens:
 
 @dataclass(slots=True, frozen=True)
 class SwiGLU:
-    """`ops.SwiGLU`; gate and up may be halves of one product."""
+    """Like the reference's; gate and up [T, I] may be halves of one product."""
 
     numerics: Numerics
 
@@ -175,6 +175,5 @@ class CombineExperts:
 
 IMPLEMENTATIONS = (
     triton_kernel("route_tokens", lambda _: RouteTokens()),
-    triton_kernel("swiglu", SwiGLU),
     triton_kernel("combine_experts", CombineExperts),
 )

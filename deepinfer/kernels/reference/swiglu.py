@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from deepinfer.kernels.ops import Numerics
-from deepinfer.kernels.reference.abilities import implementation
 from deepinfer.kernels.reference.elementwise import sigmoid
 
 
 @dataclass(slots=True, frozen=True)
 class SwiGLU:
-    """`ops.SwiGLU`."""
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) [* weights[:, None]] in float32 -> model dtype. [T, I]."""
 
     numerics: Numerics
 
@@ -23,6 +22,3 @@ class SwiGLU:
         if weights is not None:
             values = weights.unsqueeze(1) * values
         return values.to(self.numerics.dtype)
-
-
-IMPLEMENTATIONS = (implementation("swiglu", SwiGLU),)
