@@ -87,15 +87,15 @@ def open_ray(config: ClusterConfig, *, attach: bool = False) -> RayConnection:
     return start_patiently(lambda: _start_private(config))
 
 
-def start_patiently(start: Callable[[], _Started]) -> _Started:
-    """Return what `start` returns; while Ray gives up because this machine is slow, try again, twice at most."""
+def start_patiently(start: Callable[[], _Started], *, where: str = "this machine") -> _Started:
+    """Return what `start` returns; while Ray gives up because the machine is slow, try again, twice at most."""
     for _ in range(_MAX_SLOW_STARTS):
         try:
             return start()
         except ClusterError as error:
             if _SLOW_START not in str(error):
                 raise
-            _LOGGER.warning("Ray's node was not up within Ray's own limit of 30 s, so this machine is busy: once more")
+            _LOGGER.warning("Ray's node was not up within Ray's own limit of 30 s, so %s is busy: once more", where)
     return start()
 
 

@@ -6,9 +6,11 @@ Ray's launcher leaves workers out and raylets behind on hosts that it does not o
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import secrets
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +24,7 @@ from deepinfer.actors.domains import DOMAIN_LABEL
 from deepinfer.config import ClusterConfig, RayConfig
 from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.environment import ray_environment, write_token
-from deepinfer.launcher.local import object_store_bytes
+from deepinfer.launcher.local import object_store_bytes, start_patiently
 from deepinfer.launcher.ray_node import ray_command
 from deepinfer.launcher.ray_processes import remove_folder
 from deepinfer.launcher.record import ClusterRecord
@@ -44,7 +46,7 @@ _STOP = (
 def start_on_hosts(config: ClusterConfig) -> ClusterRecord:
     """Start Ray on all hosts of `config.ray`. Raises ConfigError and ClusterError that name the host at fault.
 
-    What was started before a failure is stopped again.
+    A start that Ray gives up because a host is slow is tried again. What was started before a failure is stopped again.
     """
     hosts = config.ray.hosts
     if not hosts:
@@ -54,13 +56,18 @@ def start_on_hosts(config: ClusterConfig) -> ClusterRecord:
         _check_versions(config.ray)
     folder = Path("/tmp") / f"deepinfer-up-{secrets.token_hex(3)}"
     folder.mkdir(mode=0o700)
-    write_token(folder)
+    token = write_token(folder).read_text(encoding="ascii")
     record = host_record(config, folder=str(folder))
+
+    def start(host: str) -> str:
+        arguments = host_arguments(config, record, host)
+        return start_patiently(lambda: _start(config.ray, host, folder, token, arguments), where=host)
+
     try:
         with phase(_LOGGER, f"start Ray's head on {hosts[0]}"):
-            _start(config.ray, hosts[0], folder, host_arguments(config, record, hosts[0]))
+            start(hosts[0])
         with phase(_LOGGER, f"start Ray on {len(hosts) - 1} more hosts"):
-            _on_all(hosts[1:], lambda host: _start(config.ray, host, folder, host_arguments(config, record, host)))
+            _on_all(hosts[1:], start)
     except BaseException:
         try:
             stop_on_hosts(record, config.ray)
@@ -101,7 +108,12 @@ def check_domains(config: RayConfig) -> None:
 def host_arguments(config: ClusterConfig, record: ClusterRecord, host: str) -> list[str]:
     """Return the arguments of `ray start` on `host`; the first of all hosts becomes the head."""
     labels = [f"--labels={DOMAIN_LABEL}={name}" for name, hosts in config.ray.domains.items() if host in hosts]
-    common = [f"--object-store-memory={object_store_bytes(config)}", "--disable-usage-stats", *labels]
+    common = [
+        *_address_option(host),
+        f"--object-store-memory={object_store_bytes(config)}",
+        "--disable-usage-stats",
+        *labels,
+    ]
     if host != config.ray.hosts[0]:
         return [f"--address={record.address}", *common]  # the folder is the head's
     return [
@@ -138,13 +150,17 @@ def _check_versions(config: RayConfig) -> None:
             raise ConfigError(f"{host} has deepinfer, ray {' '.join(found[:2])}, here are {wanted}", path="ray.hosts")
 
 
-def _start(config: RayConfig, host: str, folder: Path, arguments: Sequence[str]) -> str:
-    token = (folder / "token").read_text(encoding="ascii")
+def _start(config: RayConfig, host: str, folder: Path, token: str, arguments: Sequence[str]) -> str:
+    """Start Ray on `host` with its files in `folder`; raises ClusterError, and leaves nothing there, if it fails."""
     place = shlex.quote(str(folder))
     _run_shell(config, host, f"umask 077 && mkdir -p {place} && cat > {place}/token", text=token)
     variables = [f"{name}={value}" for name, value in ray_environment(folder / "token").items() if value is not None]
     command = ["env", *variables, *ray_command(_python(config)), "start", *arguments]
-    return _run(config, host, command)
+    try:
+        return _run(config, host, command)
+    except ClusterError:
+        _stop(config, host, str(folder))
+        raise
 
 
 def _stop(config: RayConfig, host: str, folder: str) -> str:
@@ -179,6 +195,18 @@ def _on_all(hosts: Sequence[str], work: Callable[[str], str]) -> list[str]:
         return []
     with ThreadPoolExecutor(max_workers=min(len(hosts), 32)) as pool:
         return list(pool.map(work, hosts))
+
+
+def _address_option(host: str) -> list[str]:
+    """The address under which the others reach `host`: without it a head takes the one that leads to the internet.
+
+    Left to Ray where this machine has no address of the network for the name, as with a name of ssh's configuration.
+    """
+    try:
+        address = socket.gethostbyname(_machine(host))
+    except OSError:
+        return []
+    return [] if ipaddress.ip_address(address).is_loopback else [f"--node-ip-address={address}"]
 
 
 def _machine(host: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,9 @@ def test_logs_are_those_of_the_ray_that_this_process_is_connected_to(monkeypatch
     assert list(read_logs(make_config("name=e"), which=None, num_lines=1)) == [("driver", "said here:1")]
 
 
+SLOW = "echo The current node timed out during startup >&2"
+
+
 def make_ssh(folder: Path, body: str) -> str:
     """A program in place of ssh: gets a host and a line of shell."""
     program = folder / "ssh"
@@ -204,10 +208,48 @@ case "$*" in
   *) exec sh -c "$*";;
 esac"""
     config = make_config("ray.provider=ssh", "ray.hosts=[one, two]", f"ray.ssh_command=[{make_ssh(tmp_path, body)}]")
-    before = set(Path("/tmp").glob("deepinfer-up-*"))
     with pytest.raises(ClusterError, match="host one: exit code 1: port is taken"):
         start_on_hosts(config)
-    assert set(Path("/tmp").glob("deepinfer-up-*")) == before
+    [folder] = set(re.findall(r"/tmp/deepinfer-up-\w+", (tmp_path / "log").read_text()))
+    assert not Path(folder).exists()
+
+
+def test_a_slow_host_is_cleared_and_started_again(tmp_path: Path) -> None:
+    body = f"""
+case "$*" in
+  *" start --address"*) [ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; {SLOW}; exit 1; }};;
+  *" start --head"*) ;;
+  *"import deepinfer, ray"*) echo {__version__} 2.60.0 $host;;
+  *) exec sh -c "$*";;
+esac"""
+    config = make_config("ray.provider=ssh", "ray.hosts=[one, two]", f"ray.ssh_command=[{make_ssh(tmp_path, body)}]")
+    record = start_on_hosts(config)
+    log = [line for line in (tmp_path / "log").read_text().splitlines() if "import deepinfer" not in line]
+    steps = {"cat >": "token", " start ": "start", "stop_processes": "stop"}
+    did = [(line[:3], name) for line in log for sign, name in steps.items() if sign in line]
+    assert did == [
+        ("one", "token"), ("one", "start"), ("two", "token"), ("two", "start"), ("two", "stop"), ("two", "token"),
+        ("two", "start"),
+    ]  # fmt: skip
+    assert stop_on_hosts(record, config.ray) == []
+
+
+def test_hosts_are_reached_at_the_address_that_this_machine_knows_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would take the head's address towards the internet."""
+    config = make_config("ray.provider=ssh", "ray.hosts=[10.1.2.3, me@node, alias, localhost]")
+    known = {"10.1.2.3": "10.1.2.3", "node": "10.1.2.4", "localhost": "127.0.0.1"}
+
+    def look_up(name: str) -> str:
+        if name not in known:
+            raise OSError
+        return known[name]
+
+    monkeypatch.setattr("deepinfer.launcher.ssh.socket.gethostbyname", look_up)
+    record = host_record(config, folder="/tmp/f")
+    options = [
+        [part for part in host_arguments(config, record, host) if "node-ip" in part] for host in config.ray.hosts
+    ]
+    assert options == [["--node-ip-address=10.1.2.3"], ["--node-ip-address=10.1.2.4"], [], []]
 
 
 @pytest.mark.cluster
