@@ -18,19 +18,24 @@ from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
 from deepinfer.models.deepseek_v41.rope import Rotation, rotation_at, window_frequencies
 from deepinfer.models.deepseek_v41.weight_types import DraftWeights, LayerWeights
 from deepinfer.models.model_spec import DraftBlock, DraftInputs
+from deepinfer.platforms.side_stream import SideStream
 
 
 class DraftStage:
     """One stage: shaped like a window-only layer, but its rows see the context's keys and all keys of their block."""
 
-    def __init__(self, config: ModelConfig, stage: int, weights: LayerWeights, kernels: KernelSet) -> None:
+    def __init__(
+        self, config: ModelConfig, stage: int, weights: LayerWeights, kernels: KernelSet, side: SideStream
+    ) -> None:
         self.stage, self.kernels = stage, kernels
         self.attention = Attention(
             config, config.num_layers + stage, weights.attention, kernels, upstream_open_pair_keys=False
         )
-        self.experts = MixtureOfExperts(config, weights.moe, kernels, num_chosen=config.dspark_num_experts_per_tok)
-        self.around_attention = HyperConnection(config, weights.hc_attn, weights.attn_norm, kernels)
-        self.around_experts = HyperConnection(config, weights.hc_ffn, weights.ffn_norm, kernels)
+        self.experts = MixtureOfExperts(
+            config, weights.moe, kernels, side, num_chosen=config.dspark_num_experts_per_tok
+        )
+        self.around_attention = HyperConnection(config, weights.hc_attn, weights.attn_norm, kernels, side)
+        self.around_experts = HyperConnection(config, weights.hc_ffn, weights.ffn_norm, kernels, side)
 
     def __call__(
         self,
@@ -68,14 +73,21 @@ class DraftNetwork:
     """See `model_spec.DraftNetwork`. `embedding` and the prepared `head` are the target's."""
 
     def __init__(
-        self, config: ModelConfig, weights: DraftWeights, embedding: Tensor, head: object, kernels: KernelSet
+        self,
+        config: ModelConfig,
+        weights: DraftWeights,
+        embedding: Tensor,
+        head: object,
+        kernels: KernelSet,
+        side: SideStream,
     ) -> None:
         self.block_size, self.num_experts = config.dspark_block_size, config.dspark_n_routed_experts
         self.config, self.kernels, self.embedding, self.head = config, kernels, embedding, head
         self.window, self.norm = config.sliding_window, weights.norm
         self.frequencies = window_frequencies(config, embedding.device)
         self.stages = [
-            DraftStage(config, stage, stage_weights, kernels) for stage, stage_weights in enumerate(weights.stages)
+            DraftStage(config, stage, stage_weights, kernels, side)
+            for stage, stage_weights in enumerate(weights.stages)
         ]
         self.markov_embedding, self.markov_head = weights.markov_embed, kernels.linear.prepare(weights.markov_head)
         self.confidence_weight = kernels.linear.prepare(weights.confidence)

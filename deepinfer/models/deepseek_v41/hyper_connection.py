@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.ops import MixCoefficients
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.weight_types import HyperConnectionWeights
+from deepinfer.platforms.side_stream import SideStream
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,8 +53,11 @@ def open_streams(rows: Tensor, num_streams: int) -> Residual:
 class HyperConnection:
     """Mixing of one sublayer. Its `pre` coefficients collapse the streams for the NEXT sublayer, not for its own."""
 
-    def __init__(self, config: ModelConfig, weights: HyperConnectionWeights, norm: Tensor, kernels: KernelSet) -> None:
-        self.weights, self.norm, self.kernels = weights, norm, kernels
+    def __init__(
+        self, config: ModelConfig, weights: HyperConnectionWeights, norm: Tensor, kernels: KernelSet, side: SideStream
+    ) -> None:
+        """`side` computes the coefficients, which are needed behind the sublayer only."""
+        self.weights, self.norm, self.kernels, self.side = weights, norm, kernels, side
         self.function = kernels.mix_coefficients.prepare(weights.fn)
         self.epsilon, self.mix_epsilon = config.rms_norm_eps, config.hc_eps
         self.num_iterations = config.hc_sinkhorn_iters
@@ -67,8 +72,14 @@ class HyperConnection:
         streams, hidden = self._enter(residual)
         if kept is not None:
             streams = streams[kept]
+        mixing = self.side.start(lambda: self._coefficients(streams))
+        y = sublayer(hidden)
+        coefficients = mixing.wait()
+        return Residual(streams, coefficients.pre, Update(y, coefficients.post, coefficients.mix))
+
+    def _coefficients(self, streams: Tensor) -> MixCoefficients:
         weights = self.weights
-        coefficients = self.kernels.mix_coefficients(
+        return self.kernels.mix_coefficients(
             streams,
             self.function,
             weights.scale,
@@ -77,7 +88,6 @@ class HyperConnection:
             mix_epsilon=self.mix_epsilon,
             num_iterations=self.num_iterations,
         )
-        return Residual(streams, coefficients.pre, Update(sublayer(hidden), coefficients.post, coefficients.mix))
 
     def _enter(self, residual: Residual) -> tuple[Tensor, Tensor]:
         """The settled streams [T, M, D] and the sublayer's input [T, D]."""

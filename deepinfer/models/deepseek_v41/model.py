@@ -23,6 +23,7 @@ from deepinfer.models.deepseek_v41.rope import compressed_frequencies, window_fr
 from deepinfer.models.deepseek_v41.step_rows import StepRows, build_step_rows
 from deepinfer.models.deepseek_v41.weight_types import LayerWeights, Weights
 from deepinfer.models.model_spec import ForwardInputs, ForwardOutput, KVPart
+from deepinfer.platforms.side_stream import SideStream
 
 
 class Layer:
@@ -36,6 +37,7 @@ class Layer:
         constants: EngramConstants | None,
         kernels: KernelSet,
         *,
+        side: SideStream,
         few_rows: bool,
         upstream_open_pair_keys: bool,
     ) -> None:
@@ -47,10 +49,10 @@ class Layer:
             config, layer, weights.attention, kernels, upstream_open_pair_keys=upstream_open_pair_keys
         )
         self.experts = MixtureOfExperts(
-            config, weights.moe, kernels, num_chosen=config.num_experts_per_tok, few_rows=few_rows
+            config, weights.moe, kernels, side, num_chosen=config.num_experts_per_tok, few_rows=few_rows
         )
-        self.around_attention = HyperConnection(config, weights.hc_attn, weights.attn_norm, kernels)
-        self.around_experts = HyperConnection(config, weights.hc_ffn, weights.ffn_norm, kernels)
+        self.around_attention = HyperConnection(config, weights.hc_attn, weights.attn_norm, kernels, side)
+        self.around_experts = HyperConnection(config, weights.hc_ffn, weights.ffn_norm, kernels, side)
 
     def __call__(
         self,
@@ -96,10 +98,12 @@ class DeepseekV41:
         self.device = weights.embed.device
         self.embedding, self.norm = weights.embed, weights.norm
         self.head = kernels.linear.prepare(weights.head)
-        rings, draft = weights.draft_rings, weights.draft
+        rings, draft, side = weights.draft_rings, weights.draft, SideStream(weights.embed.device)
         self.layout = cache_layout(config, kernels, with_drafts=rings is not None)
         self.draft_rings = None if rings is None else DraftRings(config, rings, kernels)
-        self.draft_network = None if draft is None else DraftNetwork(config, draft, weights.embed, self.head, kernels)
+        self.draft_network = None
+        if draft is not None:
+            self.draft_network = DraftNetwork(config, draft, weights.embed, self.head, kernels, side)
         self.window_frequencies = window_frequencies(config, self.device)
         self.compressed_frequencies = compressed_frequencies(config, self.device)
         constants = {constants.layer_id: constants for constants in config.engram_constants()}
@@ -112,11 +116,17 @@ class DeepseekV41:
                 layer_weights,
                 constants.get(layer),
                 kernels,
+                side=side,
                 few_rows=has_few_rows and layer >= config.first_decoder_layer,
                 upstream_open_pair_keys=upstream_open_pair_keys,
             )
             for layer, layer_weights in enumerate(weights.layers)
         ]
+
+    @property
+    def capturable(self) -> bool:
+        """See `model_spec.Model`."""
+        return all(layer.engram is None or layer.engram.capturable for layer in self.layers)
 
     def allocate_caches(
         self, *, num_blocks: dict[str, int], num_slots: int, tokens_per_block: int, max_step_rows: int = 0

@@ -10,6 +10,7 @@ from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.stacked import stack_rows
 from deepinfer.models.deepseek_v41.weight_types import MoeWeights, QuantizedLinear
+from deepinfer.platforms.side_stream import SideStream
 
 
 class MixtureOfExperts:
@@ -20,17 +21,21 @@ class MixtureOfExperts:
         config: ModelConfig,
         weights: MoeWeights,
         kernels: KernelSet,
+        side: SideStream,
         *,
         num_chosen: int,
         few_rows: bool = False,
     ) -> None:
-        """`num_chosen`: experts per token, which is another number in draft stages. `few_rows`: see `ExpertMLP`."""
+        """`num_chosen`: experts per token, which is another number in draft stages. `few_rows`: see `ExpertMLP`.
+
+        `side` runs the shared expert beside the others.
+        """
 
         def prepare(linear: QuantizedLinear) -> object:
             return kernels.quantized_linear.prepare(linear.weight, linear.scale)
 
         experts, shared = weights.experts, weights.shared
-        self.kernels, self.limit = kernels, config.swiglu_limit
+        self.kernels, self.side, self.limit = kernels, side, config.swiglu_limit
         self.num_chosen, self.scale = num_chosen, config.routed_scaling_factor
         self.router, self.bias = kernels.linear.prepare(weights.gate_weight), weights.gate_bias
         self.experts = kernels.expert_mlp.prepare(
@@ -47,13 +52,14 @@ class MixtureOfExperts:
     def __call__(self, hidden: Tensor, is_padding: Tensor, dispatcher: TokenDispatcher) -> Tensor:
         """Return [T, D] from the normalised input `hidden` [T, D]; a collective of the expert-parallel group."""
         kernels = self.kernels
+        shared = self.side.start(lambda: self._shared(hidden))
         logits = kernels.linear(hidden, self.router, out_dtype=torch.float32)
         expert_ids, weights = kernels.route_tokens(
             logits, self.bias, is_padding, num_chosen=self.num_chosen, scale=self.scale
         )
         arrived = dispatcher.dispatch(hidden, expert_ids, weights)
         rows = kernels.expert_mlp(arrived.rows, arrived.expert_ids, arrived.weights, self.experts, limit=self.limit)
-        return kernels.combine_experts(dispatcher.combine(rows, arrived), self._shared(hidden))
+        return kernels.combine_experts(dispatcher.combine(rows, arrived), shared.wait())
 
     def _shared(self, hidden: Tensor) -> Tensor:
         linear = self.kernels.quantized_linear
