@@ -42,6 +42,9 @@ METRICS: tuple[Metric, ...] = (
         waits_for="prefix caching",
     ),
     Metric("deepinfer_generated_tokens", "counter", "tokens", "Tokens committed"),
+    Metric(
+        "deepinfer_fallback_tokens", "counter", "tokens", "Tokens drawn without their request's rules, which left none"
+    ),
     Metric("deepinfer_drafted_tokens", "counter", "tokens", "Draft tokens verified"),
     Metric("deepinfer_accepted_tokens", "counter", "tokens", "Draft tokens accepted"),
     Metric("deepinfer_step_seconds", "histogram", "seconds", "Device time of a step", ("phase",), _STEP_BUCKETS),

@@ -26,6 +26,7 @@ class PendingDraws:
     chunks: tuple[PrefillChunk, ...]
     token_ids: torch.Tensor
     failed: torch.Tensor
+    fell_back: torch.Tensor | None
     logprobs: OwnerLogprobs | None
 
 
@@ -47,6 +48,7 @@ class PendingRows:
     token_ids: torch.Tensor
     counts: torch.Tensor
     failed: torch.Tensor
+    fell_back: torch.Tensor | None
     num_drafted: torch.Tensor
     draft_ids: torch.Tensor | None
     confidence: torch.Tensor | None
@@ -104,12 +106,14 @@ class PendingOutput:
         found = [draws.logprobs.columns(place, 1) if draws.logprobs else None for place in range(start, end)]
         columns = [column for column in found if column is not None]
         token_ids = draws.token_ids[start:end].numpy().astype(np.int32)
-        return SlotOutput(slot, token_ids, join_logprobs(columns) if columns else None)
+        fell_back = None if draws.fell_back is None else draws.fell_back[start:end].numpy()
+        return SlotOutput(slot, token_ids, join_logprobs(columns) if columns else None, fell_back=fell_back)
 
     def _decode_outputs(self) -> list[SlotOutput]:
         if self.rows is None:
             return []
         token_ids, logprobs = self.rows.token_ids.numpy().astype(np.int32), self.rows.logprobs
+        fell_back = None if self.rows.fell_back is None else self.rows.fell_back.numpy()
         counts, drafted, failed = (
             part.tolist() for part in (self.rows.counts, self.rows.num_drafted, self.rows.failed)
         )
@@ -127,6 +131,7 @@ class PendingOutput:
                     logprobs.columns(place, count) if logprobs else None,
                     num_drafted=drafted[place],
                     num_accepted=count - 1,
+                    fell_back=None if fell_back is None else fell_back[place, :count],
                 )
             )
         return outputs
@@ -134,7 +139,8 @@ class PendingOutput:
 
 def pending_draws(sampled: Sampled, chunks: tuple[PrefillChunk, ...]) -> PendingDraws:
     """Send what was drawn to the host."""
-    return PendingDraws(chunks, to_host(sampled.token_ids), to_host(sampled.failed), sampled.logprobs)
+    fell_back = None if sampled.fell_back is None else to_host(sampled.fell_back)
+    return PendingDraws(chunks, to_host(sampled.token_ids), to_host(sampled.failed), fell_back, sampled.logprobs)
 
 
 def pending_rows(committed: Committed, drafts: Drafts | None, logprobs: OwnerLogprobs | None) -> PendingRows:
@@ -143,6 +149,7 @@ def pending_rows(committed: Committed, drafts: Drafts | None, logprobs: OwnerLog
         token_ids=to_host(committed.token_ids),
         counts=to_host(committed.counts),
         failed=to_host(committed.failed),
+        fell_back=None if committed.fell_back is None else to_host(committed.fell_back),
         num_drafted=to_host(committed.num_drafted),
         draft_ids=None if drafts is None else to_host(drafts.token_ids),
         confidence=None if drafts is None else to_host(drafts.confidence),

@@ -49,6 +49,7 @@ from deepinfer.structured_outputs.compiler import GrammarCompiler
 
 StepObserver = Callable[[Literal["launched", "read"], int], None]
 _MAX_STUCK_TURNS = 3
+_WITHOUT_RULES = "min_tokens or bad words leave none of the allowed tokens; tokens are drawn without these rules"
 _GRAMMAR_SECONDS = 0.005  # between two looks at a grammar that is being compiled, when there is nothing else to do
 
 
@@ -317,6 +318,9 @@ class RankEngine:
                 self._prefill_outbox.add(prefilled, None)
         self._decode_outbox.add(results.decoded)
         self._add_failures(results.failures)
+        for request_id in results.without_rules:
+            fields = about(step=results.step_id, request=request_id)
+            self._logger.warning(_WITHOUT_RULES, extra=fields)
         if results.decoded or results.failures or any(not item.needs_export for item in results.prefilled):
             self._announce()
 

@@ -36,6 +36,8 @@ class RankMetrics:
         generated = sum(len(item.token_ids) for item in results.decoded)
         generated += sum(len(item.first_token_ids) for item in results.prefilled)
         recorder.add("deepinfer_generated_tokens", generated)
+        fell_back = sum(item.num_fell_back for item in (*results.decoded, *results.prefilled))
+        recorder.add("deepinfer_fallback_tokens", fell_back)
         recorder.add("deepinfer_drafted_tokens", sum(item.num_drafted for item in results.decoded))
         recorder.add("deepinfer_accepted_tokens", sum(item.num_accepted for item in results.decoded))
         preempted = sum(item.finish is FinishCode.PREEMPTED for item in results.decoded)

@@ -20,14 +20,15 @@ from deepinfer.speculative.verify_planner import share_budget
 
 @dataclass(slots=True, frozen=True)
 class Committed:
-    """What the S decode sequences of a step got.
+    """What the S decode sequences of a step got: see `Verified`.
 
-    `counts`, `num_drafted` [S] int64: tokens and verified drafts; -1 drafts: the sequence had no rows.
+    `num_drafted` [S] int64: verified drafts; -1: the sequence had no rows.
     """
 
     token_ids: torch.Tensor
     counts: torch.Tensor
     failed: torch.Tensor
+    fell_back: torch.Tensor | None
     num_drafted: torch.Tensor
 
 
@@ -59,7 +60,7 @@ class Speculation:
         """Verify the rows by their `logits` [R, V] and commit to `slots` [S]."""
         verified = self._verifier.verify(logits, rows, self._table.sampling)
         self._table.commit(slots, verified.token_ids, verified.counts)
-        return Committed(verified.token_ids, verified.counts, verified.failed, rows.num_drafts)
+        return Committed(verified.token_ids, verified.counts, verified.failed, verified.fell_back, rows.num_drafts)
 
     def draft(self, slots: torch.Tensor, owners: tuple[int, ...] = ()) -> Drafts | None:
         """Draft behind what is committed in `slots` [S]; None: nothing drafts.

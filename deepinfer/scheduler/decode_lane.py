@@ -45,6 +45,7 @@ class DecodeLane:
         self._is_short_of_blocks = False
         self._decoded: list[Decoded] = []
         self._failures: list[RequestFailure] = []
+        self._without_rules: list[str] = []
 
     def admit(self, admitted: AdmittedRequest, buffer: object, grammar: object | None) -> None:
         """Queue the sequences of `admitted`; one that can never run fails with the next results."""
@@ -159,7 +160,8 @@ class DecodeLane:
                 self._release(sequence)
         decoded, self._decoded = tuple(self._decoded), []
         failures, self._failures = tuple(self._failures), []
-        return StepResults(plan.step_id, decoded=decoded, failures=failures)
+        without_rules, self._without_rules = tuple(self._without_rules), []
+        return StepResults(plan.step_id, decoded=decoded, failures=failures, without_rules=without_rules)
 
     def _take(self, sequence: DecodeSequence, result: SlotOutput) -> None:
         if result.failure is not None:
@@ -175,6 +177,10 @@ class DecodeLane:
         elif sequence.is_preempted and sequence.num_in_flight == 0:
             code = FinishCode.PREEMPTED
         assert code is not FinishCode.NONE or sequence.num_tokens < sequence.limit, f"{sequence.index} beyond its limit"
+        num_fell_back = result.num_fell_back(num_kept)
+        if num_fell_back and not sequence.fell_back:
+            sequence.fell_back = True
+            self._without_rules.append(sequence.request.request_id)
         self._decoded.append(
             Decoded(
                 index=sequence.index,
@@ -183,6 +189,7 @@ class DecodeLane:
                 logprobs=None if result.logprobs is None else slice_logprobs(result.logprobs, 0, num_kept),
                 num_drafted=result.num_drafted,
                 num_accepted=min(result.num_accepted, num_kept),
+                num_fell_back=num_fell_back,
             )
         )
 

@@ -130,7 +130,8 @@ class PrefillLane:
             elif result is not None:
                 prefilled.append(self._finish(task, result))
         failures, self._failures = tuple(self._failures), []
-        return StepResults(plan.step_id, prefilled=tuple(prefilled), failures=failures)
+        without_rules = tuple(item.request.request_id for item in prefilled if item.num_fell_back)
+        return StepResults(plan.step_id, prefilled=tuple(prefilled), failures=failures, without_rules=without_rules)
 
     def _finish(self, task: PrefillTask, result: SlotOutput) -> Prefilled:
         request = task.request
@@ -149,6 +150,7 @@ class PrefillLane:
             block_ids=self._cache.block_table(request.index, num_tokens),
             num_tokens=num_tokens,
             needs_export=needs_export,
+            num_fell_back=result.num_fell_back(len(token_ids)),
         )
         task.is_exporting = needs_export
         if not needs_export:

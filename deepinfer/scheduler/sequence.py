@@ -56,7 +56,7 @@ class DecodeSequence:
     `num_tokens`: prompt and output tokens whose values the host knows; each of the `num_in_flight` steps adds 1 to
     `max_rows_per_slot` more. `limit`: the sequence ends at this number of tokens at the latest. When `is_ending`
     nothing is scheduled any more and slot and blocks go back after the last step in flight; `is_preempted` says that
-    the results of those steps still count.
+    the results of those steps still count. `fell_back`: a token was drawn without the request's rules.
     """
 
     index: int
@@ -70,6 +70,7 @@ class DecodeSequence:
     num_in_flight: int = 0
     is_ending: bool = False
     is_preempted: bool = False
+    fell_back: bool = False
     grammar: object | None = None
 
     @property

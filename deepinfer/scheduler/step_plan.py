@@ -15,6 +15,7 @@ from deepinfer.protocol import LogprobColumns, SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True, frozen=True)
@@ -102,7 +103,8 @@ class SlotOutput:
 
     Of a decode slot's n tokens the first n - 1 = `num_accepted` were drafts, of `num_drafted` that were verified; n = 0
     only if the sequence was at its limit before. `failure` is set when the row's numbers were unusable (NaN logits):
-    then `token_ids` is empty.
+    then `token_ids` is empty. `fell_back` [n]: the request's own rules had left no id for that token, so that it was
+    drawn without them; None where there are no rules.
     """
 
     slot: int
@@ -111,6 +113,11 @@ class SlotOutput:
     num_drafted: int = 0
     num_accepted: int = 0
     failure: str | None = None
+    fell_back: BoolArray | None = None
+
+    def num_fell_back(self, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` tokens were drawn without the request's rules."""
+        return 0 if self.fell_back is None else int(self.fell_back[:num_tokens].sum())
 
 
 @dataclass(slots=True)

@@ -27,7 +27,8 @@ class KVImport:
 class Prefilled:
     """A finished prefill. Sample i drew `first_token_ids[i]`, which ends it when `finish_codes[i]` is not `NONE`.
 
-    `num_tokens` tokens have their KV in `slot` and `block_ids`. With `needs_export` both stay taken until
+    `num_fell_back` of them were drawn without the request's rules (see `SlotOutput`). `num_tokens` tokens have their KV
+    in `slot` and `block_ids`. With `needs_export` both stay taken until
     `StepScheduler.exported(request.index)`; without it they are free already.
     """
 
@@ -40,11 +41,15 @@ class Prefilled:
     block_ids: dict[str, Int32Array]
     num_tokens: int
     needs_export: bool
+    num_fell_back: int = 0
 
 
 @dataclass(slots=True, frozen=True)
 class Decoded:
-    """What a sequence gained in a step, cut where it ended; no tokens only with `PREEMPTED`."""
+    """What a sequence gained in a step, cut where it ended; no tokens only with `PREEMPTED`.
+
+    `num_fell_back` of its tokens were drawn without the request's rules (see `SlotOutput`).
+    """
 
     index: int
     token_ids: tuple[int, ...]
@@ -52,16 +57,21 @@ class Decoded:
     logprobs: LogprobColumns | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    num_fell_back: int = 0
 
 
 @dataclass(slots=True, frozen=True)
 class StepResults:
-    """News to publish after a step. A failed request or sequence stands in `failures` alone."""
+    """News to publish after a step. A failed request or sequence stands in `failures` alone.
+
+    `without_rules`: ids of requests of which a sequence now got its first token here that was drawn without them.
+    """
 
     step_id: int
     prefilled: tuple[Prefilled, ...] = ()
     decoded: tuple[Decoded, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
+    without_rules: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)

@@ -46,11 +46,13 @@ class Verified:
     """`token_ids` [S, 1 + K] int64, of which the first `counts[s]` are committed: accepted drafts and one more.
 
     `counts` [S] int64 is 0 where the sequence had no rows. `failed` [S] bool: a committed row had unusable numbers.
+    `fell_back` [S, 1 + K] bool by token, or None, as in `Sampled`.
     """
 
     token_ids: Tensor
     counts: Tensor
     failed: Tensor
+    fell_back: Tensor | None
 
 
 class Verifier(Protocol):
@@ -67,7 +69,7 @@ class SharedNoiseVerifier:
     def verify(self, logits: Tensor, rows: VerifyRows, state: SamplingState) -> Verified:
         """See `Verifier`."""
         found = _compare(logits, rows, state)
-        return _conclude(found.token_ids, found.accepted, found.failed, rows)
+        return _conclude(found, found.token_ids, found.accepted, rows)
 
 
 class RejectionVerifier:
@@ -87,18 +89,19 @@ class RejectionVerifier:
         drawn = rows.is_draft & (state.temperatures[token_rows.slots] != 0) & ~found.failed
         accepted = torch.where(drawn, taken, found.accepted)
         token_ids = torch.where(drawn, torch.where(taken, found.drafts, replaced), found.token_ids)
-        return _conclude(token_ids, accepted, found.failed, rows)
+        return _conclude(found, token_ids, accepted, rows)
 
 
 @dataclass(slots=True, frozen=True)
 class _Compared:
-    """By row: the target's `scores` [R, V], its own token, the draft, whether they are equal, unusable numbers."""
+    """By row: the target's `scores` [R, V], its own token, the draft, whether they are equal, and as in `Sampled`."""
 
     scores: Tensor
     token_ids: Tensor
     drafts: Tensor
     accepted: Tensor
     failed: Tensor
+    fell_back: Tensor | None
 
 
 def _compare(logits: Tensor, rows: VerifyRows, state: SamplingState) -> _Compared:
@@ -107,7 +110,7 @@ def _compare(logits: Tensor, rows: VerifyRows, state: SamplingState) -> _Compare
     token_ids, failed = choose(processed.scores, processed.failed, rows.rows, state)
     drafts = rows.rows.token_table[rows.rows.slots, rows.rows.positions].to(torch.int64)
     accepted = rows.is_draft & (token_ids == drafts) & ~failed
-    return _Compared(processed.scores, token_ids, drafts, accepted, failed)
+    return _Compared(processed.scores, token_ids, drafts, accepted, failed, processed.fell_back)
 
 
 def _accept(target: Tensor, proposed: Tensor, drafts: Tensor, rows: TokenRows) -> Tensor:
@@ -124,10 +127,15 @@ def _residual(target: Tensor, proposed: Tensor) -> Tensor:
     return torch.where(residual.sum(1, keepdim=True) > 0, residual, target)
 
 
-def _conclude(token_ids: Tensor, accepted: Tensor, failed: Tensor, rows: VerifyRows) -> Verified:
+def _conclude(found: _Compared, token_ids: Tensor, accepted: Tensor, rows: VerifyRows) -> Verified:
     """Find each sequence's accepted run; its token is the last committed one."""
     own = rows.rows.by_owner
     run = accepted[own[:, :-1]].long().cumprod(1).sum(1)
     counts = torch.where(rows.num_drafts < 0, 0, run + 1)
     committed = torch.arange(own.shape[1], device=own.device) < counts[:, None]
-    return Verified(token_ids=token_ids[own], counts=counts, failed=(failed[own] & committed).any(1))
+    return Verified(
+        token_ids=token_ids[own],
+        counts=counts,
+        failed=(found.failed[own] & committed).any(1),
+        fell_back=None if found.fell_back is None else found.fell_back[own],
+    )
