@@ -149,6 +149,11 @@ class Model(Protocol):
     @property
     def draft_network(self) -> DraftNetwork | None: ...
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a graph may hold `forward`: nothing in it, beside the dispatcher, waits for the host."""
+        ...
+
     def allocate_caches(
         self, *, num_blocks: dict[str, int], num_slots: int, tokens_per_block: int, max_step_rows: int = 0
     ) -> Any:

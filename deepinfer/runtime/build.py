@@ -128,24 +128,34 @@ class _Builder:
             spec=spec,
             tokenizer=Tokenizer.from_directory(directory) if stand_in is None else stand_in.tokenizer,
             kernels=kernels,
-            model=spec.load(
-                directory,
-                kernels=kernels,
-                device=self.platform.device,
-                rank=self.rank,
-                num_ranks=self.num_ranks,
-                drafts=draft_use(self.role, num_drafts),
-                keep_tokens=self._keep_tokens(spec),
-                tables=self._section.ngram_tables,
-                place=find_place(groups),
-                on_progress=LoadReporter(self.on_phase, get_logger(f"{self.role}-{self.rank}").info),
-            ),
+            model=self._load_model(spec, kernels, num_drafts, groups),
             digest=model_digest(directory) if stand_in is None else spec.name,
             kv_groups=spec.kv_groups(kernels, tokens_per_block=config.cache.block_size, with_drafts=num_drafts > 0),
             max_model_len=_max_model_len(spec, config.model.max_model_len),
             num_drafts=num_drafts,
             dispatchers=self._open_dispatchers(spec, kernels, num_drafts, groups),
         )
+
+    def _load_model(self, spec: ModelSpec, kernels: KernelSet, num_drafts: int, groups: ProcessGroups | None) -> Model:
+        logger = get_logger(f"{self.role}-{self.rank}")
+        model = spec.load(
+            self.directory,
+            kernels=kernels,
+            device=self.platform.device,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            drafts=draft_use(self.role, num_drafts),
+            keep_tokens=self._keep_tokens(spec),
+            tables=self._section.ngram_tables,
+            place=find_place(groups),
+            on_progress=LoadReporter(self.on_phase, logger.info),
+        )
+        if self.uses_graphs and not model.capturable:
+            logger.warning(
+                "steps wait for the host, which reads the n-gram tables, so none is recorded: this is slow; use a host "
+                "whose memory can be pinned, or decode.ngram_tables: sharded"
+            )
+        return model
 
     def _open_dispatchers(
         self, spec: ModelSpec, kernels: KernelSet, num_drafts: int, groups: ProcessGroups | None

@@ -81,7 +81,7 @@ class ModelRunner:
     ) -> None:
         """Take over what the builder made; nothing else may use it from here on.
 
-        With `capture`, that of the platform, decode steps run as graphs, where the dispatcher lets them.
+        With `capture`, that of the platform, decode steps run as graphs, where dispatcher and model let them.
         """
         self._model = model
         self._caches = caches
@@ -91,7 +91,7 @@ class ModelRunner:
         self._started: _Started | None = None
         self._unusable: set[int] = set()
         self._graphs: StepGraphs | None = None
-        if capture is not None and dispatcher.capturable:
+        if capture is not None and dispatcher.capturable and model.capturable:
             self._graphs = StepGraphs(
                 capture, max_sequences=len(table.num_tokens) - 1, max_drafts=table.max_drafts, device=table.device
             )

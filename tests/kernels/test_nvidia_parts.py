@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -45,3 +46,23 @@ def test_a_recorded_look_up_reads_the_host(tmp_path: Path, mapped: bool) -> None
     graph.replay()
     reference = select_kernels("cpu", numerics=REFERENCE_NUMERICS, batch_invariant=False, overrides={})
     assert torch.equal(found.cpu(), reference.engram_lookup(rows.cpu(), table, scale))
+
+
+@pytest.mark.parametrize("growth", [0, 64_000])
+def test_a_table_where_another_was_mapped_is_read_anew(tmp_path: Path, growth: int) -> None:
+    """Each is mapped when the one before is gone, so it comes to lie where that lay, or over it."""
+    reference = select_kernels("cpu", numerics=REFERENCE_NUMERICS, batch_invariant=False, overrides={})
+    places = []
+    for turn in range(1, 5):
+        kernels = select_kernels("nvidia", numerics=REFERENCE_NUMERICS, batch_invariant=False, overrides={})
+        file = tmp_path / f"table-{turn}"
+        file.write_bytes(bytes([8 * turn]) * (640_000 + turn * growth))
+        table = torch.from_numpy(np.memmap(file, np.uint8, "c").reshape(-1, 64)).view(torch.float8_e4m3fn)
+        places.append(range(table.data_ptr(), table.data_ptr() + table.nbytes))
+        scale = torch.full((len(table), 2), 127, dtype=torch.uint8)
+        rows = torch.tensor([[0, len(table) - 1]])
+        found = kernels.engram_lookup(rows.to("cuda"), table, scale)
+        assert torch.equal(found.cpu(), reference.engram_lookup(rows, table, scale)), turn
+        del kernels, table
+    overlaps = [before.start < after.stop and after.start < before.stop for before, after in itertools.pairwise(places)]
+    assert any(overlaps), "nothing was mapped where another lay, so nothing was shown"

@@ -12,8 +12,10 @@ from support.rank_engines import RunningEngine, answer_all, answer_rounds, run_p
 from support.tiny_ranks import build_tiny_rank, tiny_config, tiny_requests
 
 from deepinfer.errors import ConfigError
+from deepinfer.kernels.reference.engram import EngramLookup
 from deepinfer.metrics import MemoryRecorder
 from deepinfer.models.deepseek_v41.tiny import write_tiny
+from deepinfer.platforms.cpu import CpuPlatform
 from deepinfer.runtime.build import build_rank_engine
 from deepinfer.runtime.kv_transfer import pack_parts, split_parts
 
@@ -45,6 +47,23 @@ def test_every_phase_is_told_and_logged(directory: Path, caplog: pytest.LogCaptu
     for phase in phases:
         assert f"{phase}: begin" in lines
         assert any(line.startswith(f"{phase}: done in ") for line in lines)
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_steps_that_wait_for_the_host_are_not_recorded(
+    directory: Path, is_readable: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a host whose memory the device can't read; the start says what that costs."""
+    monkeypatch.setattr(CpuPlatform, "has_graphs", True)
+    monkeypatch.setattr(EngramLookup, "capturable", lambda *_, **__: is_readable)
+    requests = tiny_requests([3, 20, 5])
+    with caplog.at_level(logging.WARNING, logger="deepinfer"):
+        decode = build_tiny_rank("decode", directory)
+    assert (decode._parts.runner._graphs is not None) == is_readable
+    said = [record.getMessage() for record in caplog.records if "none is recorded" in record.getMessage()]
+    assert len(said) == (0 if is_readable else 1)
+    answers = answer_all(build_tiny_rank("prefill", directory), decode, requests)
+    assert all(answer.failure is None for answer in answers.values())
 
 
 def test_ranks_that_exchange_kv_have_equal_digests(directory: Path) -> None:

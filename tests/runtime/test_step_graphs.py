@@ -126,6 +126,7 @@ class _Plain:
     """A model whose logits depend on token and position; nothing else is kept."""
 
     draft_network = None
+    capturable = True
 
     def forward(self, inputs: ForwardInputs) -> ForwardOutput:
         rows = inputs.token_ids[inputs.logit_rows] * 31 + inputs.positions[inputs.logit_rows] * 7

@@ -39,6 +39,8 @@ def fake_groups(tokens_per_block: int) -> tuple[KVGroup, ...]:
 class FakeModel:
     """See `model_spec.Model`. Each forward takes at least `step_seconds`; rows of token `nan_token` give NaN."""
 
+    capturable = True
+
     def __init__(self, *, step_seconds: float = 0.0, nan_token: int | None = None) -> None:
         self.step_seconds = step_seconds
         self.nan_token = nan_token

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
-from deepinfer.kernels.nvidia.host_memory import device_readable
+from deepinfer.kernels.nvidia.host_memory import HostMemory, device_readable
 from deepinfer.kernels.nvidia.number_formats import decode_e4m3, decode_e8m0, spread
 from deepinfer.kernels.ops import Numerics
 from deepinfer.kernels.reference.engram import EngramLookup as HostLookup
@@ -135,7 +135,11 @@ class EngramLookup:
     """
 
     numerics: Numerics
-    _readable: dict[int, Tensor | None] = field(default_factory=dict)
+    _readable: dict[int, HostMemory | None] = field(default_factory=dict)
+
+    def capturable(self, table: Tensor, scale: Tensor, *, device: torch.device) -> bool:
+        """See `ops.EngramLookup`."""
+        return table.device == device or (self._near(table) is not None and self._near(scale) is not None)
 
     def __call__(self, rows: Tensor, table: Tensor, scale: Tensor) -> Tensor:
         if table.device != rows.device:
@@ -156,7 +160,8 @@ class EngramLookup:
         place = tensor.data_ptr()
         if place not in self._readable:
             self._readable[place] = device_readable(tensor)
-        return self._readable[place]
+        memory = self._readable[place]
+        return None if memory is None else memory.tensor
 
 
 @dataclass(slots=True, frozen=True)

@@ -33,6 +33,10 @@ class EngramLookup:
 
     numerics: Numerics
 
+    def capturable(self, table: Tensor, scale: Tensor, *, device: torch.device) -> bool:
+        """See `ops.EngramLookup`."""
+        return table.device == scale.device == device
+
     def __call__(self, rows: Tensor, table: Tensor, scale: Tensor) -> Tensor:
         flat = rows.flatten().to(table.device)
         # gathered as bytes: indexing has no FP8 kernel everywhere

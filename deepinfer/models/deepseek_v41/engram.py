@@ -27,7 +27,7 @@ def engram_history(inputs: ForwardInputs, token_map: Tensor, *, length: int, pad
 
 
 class Engram:
-    """The memory of one layer."""
+    """The memory of one layer. `capturable`: whether a graph may hold it, as far as its table is concerned."""
 
     def __init__(
         self, config: ModelConfig, weights: EngramWeights, constants: EngramConstants, kernels: KernelSet
@@ -37,6 +37,10 @@ class Engram:
         self.memory_weight = kernels.quantized_linear.prepare(weights.wkv.weight, weights.wkv.scale)
         self.query_weight, self.key_weight = weights.q_weight, weights.k_weight
         device = weights.q_weight.device
+        # what a share of a table lacks comes through the dispatcher, which says for itself whether a graph holds it
+        self.capturable = self.table.is_share or kernels.engram_lookup.capturable(
+            self.table.weight, self.table.scale, device=device
+        )
         self.multipliers = torch.tensor(constants.multipliers, dtype=torch.int64, device=device)
         self.primes = torch.tensor(constants.primes, dtype=torch.int64, device=device)
         self.offsets = torch.tensor(constants.offsets, dtype=torch.int64, device=device)
@@ -51,7 +55,7 @@ class Engram:
     def look_up(self, rows: Tensor, dispatcher: TokenDispatcher) -> Tensor:
         """Return the table's rows `rows` [T, R] side by side: [T, R * width] model dtype."""
         table = self.table
-        if len(table.weight) == table.num_rows:
+        if not table.is_share:
             return self.kernels.engram_lookup(rows, table.weight, table.scale)
         codes, scale = fetch_rows(rows.flatten(), table, dispatcher, num_experts=self.num_experts)
         return self.kernels.engram_lookup(torch.arange(rows.numel(), device=rows.device).view_as(rows), codes, scale)

@@ -127,6 +127,11 @@ class EngramTable:
     first_row: int
     num_rows: int
 
+    @property
+    def is_share(self) -> bool:
+        """Whether other ranks hold rows that this one lacks."""
+        return len(self.weight) < self.num_rows
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngramWeights:
