@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from support.expert_layout_case import check_expert_layout
 from support.flat_pool_case import check_flat_pool
+from support.fp4_tiles_case import check_fp4_tiles
 from support.op_cases import Bench, Check, same
 
 from deepinfer.kernels.nvidia.casts import cast_fp8
@@ -94,6 +95,7 @@ def check_block_sizes(bench: Bench) -> None:
 CHECKS: dict[str, Check] = {
     "cast": check_cast,
     "recast": check_recast,
+    "fp4_tiles": check_fp4_tiles,
     "select": check_select,
     "flat_pool": check_flat_pool,
     "block_sizes": check_block_sizes,

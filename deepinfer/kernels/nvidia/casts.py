@@ -22,14 +22,22 @@ GROUP = 128  # columns per scale of cast activations and of re-blocked weights; 
 
 
 @triton.jit
+def round_fp8(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """x [ROWS, WIDTH] float32 after the FP8 cast of `ops.QuantizedLinear`."""
+    power = fp8_scale(group_maxima(x, ROWS, WIDTH // 32, 32))
+    # as in `store_cast`: multiplying by the reciprocal of a power of two is dividing by it
+    values = x * spread(decode_e8m0(254 - power), ROWS, WIDTH // 32, 32)
+    return decode_e4m3(encode_e4m3(values)) * spread(decode_e8m0(power), ROWS, WIDTH // 32, 32)
+
+
+@triton.jit
 def _values_kernel(x_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
     place = rows[:, None] * WIDTH + columns[None, :]
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    factor = spread(decode_e8m0(fp8_scale(group_maxima(x, ROWS, BLOCK // 32, 32))), ROWS, BLOCK // 32, 32)
-    tl.store(out_ptr + place, decode_e4m3(encode_e4m3(tl.div_rn(x, factor))) * factor, mask=inside)
+    tl.store(out_ptr + place, round_fp8(x, ROWS, BLOCK), mask=inside)
 
 
 @triton.jit

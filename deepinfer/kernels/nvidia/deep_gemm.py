@@ -22,10 +22,10 @@ from deepinfer.kernels.nvidia.cast_rows import copy_cast
 from deepinfer.kernels.nvidia.casts import GROUP, cast_fp8, new_cast, store_cast
 from deepinfer.kernels.nvidia.expert_layout import ExpertLayout, lay_out_experts
 from deepinfer.kernels.nvidia.experts import ExpertMLP as TritonExperts
-from deepinfer.kernels.nvidia.experts import Fp4Weights
+from deepinfer.kernels.nvidia.experts import Fp4Experts
 from deepinfer.kernels.nvidia.fp8_weights import Fp8Weight, reblock_fp8, recast_fp4
 from deepinfer.kernels.nvidia.gemm import QuantizedLinear as TritonLinear
-from deepinfer.kernels.nvidia.moe import SwiGLU
+from deepinfer.kernels.nvidia.moe import SwiGLU, swiglu
 from deepinfer.kernels.nvidia.norm import RMSNorm
 from deepinfer.kernels.ops import ExpertRows, Numerics
 from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles
@@ -160,9 +160,9 @@ def _swiglu_cast_kernel(
     columns = first + tl.arange(0, BLOCK)
     wanted = inside[:, None] & (columns < WIDTH)[None, :]
     place = both_ptr + rows[:, None] * (2 * WIDTH) + columns[None, :]
-    gate = tl.minimum(tl.load(place, mask=wanted, other=0.0).to(tl.float32), limit)
+    gate = tl.load(place, mask=wanted, other=0.0).to(tl.float32)
     up = tl.load(place + WIDTH, mask=wanted, other=0.0).to(tl.float32)
-    values = gate * (1.0 / (1.0 + tl.exp(-gate))) * tl.minimum(tl.maximum(up, -limit), limit)
+    values = swiglu(gate, up, limit)
     if WEIGHTED:
         values = tl.load(weights_ptr + copy, mask=inside, other=0.0)[:, None] * values
     rounded = values.to(tl.bfloat16).to(tl.float32)
@@ -197,15 +197,15 @@ class ExpertMLP:
         down_scale: Tensor,
         *,
         few_rows: bool = False,
-    ) -> Fp8Experts | Fp4Weights:
-        released = Fp4Weights(gate, gate_scale, up, up_scale, down, down_scale)
+    ) -> Fp8Experts | Fp4Experts:
+        released = (gate, gate_scale, up, up_scale, down, down_scale)
         if few_rows or gate.shape[1] % GROUP or 2 * gate.shape[2] % GROUP:
-            return released
+            return TritonExperts(self.numerics).prepare(*released)
         gate_up = recast_fp4(torch.cat((gate, up), 1), torch.cat((gate_scale, up_scale), 1))
         recast_down = recast_fp4(down, down_scale)
         if gate_up is None or recast_down is None:
             _log.warning("experts stay FP4: the scales of a 128 x 128 tile differ by more than 2^12; about 3x slower")
-            return released
+            return TritonExperts(self.numerics).prepare(*released)
         return Fp8Experts(gate_up, recast_down)
 
     def __call__(
@@ -213,11 +213,11 @@ class ExpertMLP:
         rows: Tensor,
         expert_ids: Tensor,
         weights: Tensor,
-        experts: Fp8Experts | Fp4Weights,
+        experts: Fp8Experts | Fp4Experts,
         *,
         limit: float,
     ) -> ExpertRows:
-        if isinstance(experts, Fp4Weights):
+        if isinstance(experts, Fp4Experts):
             return TritonExperts(self.numerics)(rows, expert_ids, weights, experts, limit=limit)
         layout = lay_out_experts(expert_ids, num_experts=len(experts.down.codes), tile=GROUP)
         if not layout.num_places:

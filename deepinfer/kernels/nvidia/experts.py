@@ -1,4 +1,9 @@
-"""Routed experts in Triton from the released FP4 weights: the portable choice, with 1 x 32 activation scales."""
+"""Routed experts in Triton from FP4 weights: the portable choice, with 1 x 32 activation scales.
+
+A product reads the weights once for a tile of rows, widens them in registers and multiplies from there, weights on the
+left: rows then fill the narrow side of a tensor core's tile, which may be as small as 16. With few rows an expert this
+runs at the speed of memory.
+"""
 
 from __future__ import annotations
 
@@ -10,69 +15,134 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import BF16, triton_kernel
-from deepinfer.kernels.nvidia.casts import fp8_values
+from deepinfer.kernels.nvidia.casts import fp8_values, round_fp8
 from deepinfer.kernels.nvidia.expert_layout import ExpertLayout, lay_out_experts
-from deepinfer.kernels.nvidia.moe import SwiGLU
-from deepinfer.kernels.nvidia.number_formats import decode_e2m1, decode_e8m0, spread
+from deepinfer.kernels.nvidia.fp4_tiles import BLOCK, TILE_ROWS, Fp4Tiles, pack_fp4, widen_words
+from deepinfer.kernels.nvidia.moe import swiglu
 from deepinfer.kernels.ops import ExpertRows, Numerics
 
-_TILE = 64
+_MIN_TILE, _MAX_TILE = 16, 128  # rows of an expert that share one pass over its weights
+_STAGES = tl.constexpr(4)
+_WARPS = 4
+_TILE_ROWS = tl.constexpr(TILE_ROWS)
+_BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit
-def _grouped_kernel(
+def _load_columns(x_ptr, rows, inside, first, K: tl.constexpr, WHOLE: tl.constexpr):
+    """32 columns of x [., K] from `first` on: [32, ROWS]. WHOLE: all blocks have 128 columns."""
+    columns = first + tl.arange(0, 32)
+    wanted = inside[None, :]
+    if not WHOLE:
+        wanted = wanted & (columns < K)[:, None]
+    return tl.load(x_ptr + rows[None, :] * K + columns[:, None], mask=wanted, other=0.0)
+
+
+@triton.jit
+def _multiply(
     x_ptr,
-    weight_ptr,
-    scale_ptr,
+    rows,
+    inside,
+    words_ptr,
+    factor_ptr,
+    tile,
+    K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """A tile of weights times `rows` [ROWS] int64 of x [., K] -> float32 [128, ROWS]."""
+    NUM_BLOCKS: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
+    inner = tl.arange(0, _TILE_ROWS)
+    words_ptr += (tile * NUM_BLOCKS * _TILE_ROWS + inner)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    factor_ptr += tile * NUM_BLOCKS * _TILE_ROWS + inner
+    total = tl.zeros((_TILE_ROWS, ROWS), tl.float32)
+    for block in tl.range(0, NUM_BLOCKS, num_stages=_STAGES):
+        words = tl.load(words_ptr + block * (_TILE_ROWS * 32))
+        factors = tl.load(factor_ptr + block * _TILE_ROWS)
+        first, second, third, fourth = widen_words(words, factors, PLAIN)
+        start = block * _BLOCK
+        total = tl.dot(first, _load_columns(x_ptr, rows, inside, start, K, WHOLE), total)
+        total = tl.dot(second, _load_columns(x_ptr, rows, inside, start + 32, K, WHOLE), total)
+        total = tl.dot(third, _load_columns(x_ptr, rows, inside, start + 64, K, WHOLE), total)
+        total = tl.dot(fourth, _load_columns(x_ptr, rows, inside, start + 96, K, WHOLE), total)
+    return total
+
+
+@triton.jit
+def _grouped_gate_up_kernel(
+    x_ptr,
+    words_ptr,
+    factor_ptr,
     out_ptr,
     expert_ptr,
     source_ptr,
-    GATHER: tl.constexpr,
+    copy_ptr,
+    weights_ptr,
+    limit,
+    lift,
     N: tl.constexpr,
     K: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
-    """A tile of one expert's rows times its FP4 weights [N, K / 2] -> out [place, N]; x by row or by place."""
+    """64 columns of what enters `down`, for a tile of one expert's rows: gate and up, SwiGLU, routing weight, cast."""
+    HALF: tl.constexpr = _TILE_ROWS // 2
     places = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.load(expert_ptr + tl.program_id(1) * ROWS).to(tl.int64)
     if expert >= 0:
         source = tl.load(source_ptr + places).to(tl.int64)
         inside = source >= 0
-        if not GATHER:
-            source = places
-        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        weight_ptr += expert * N * (K // 2)
-        scale_ptr += expert * N * (K // 32)
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for start in range(0, K, DEPTH):
-            depth = start + tl.arange(0, DEPTH)
-            wanted = inside[:, None] & (depth < K)[None, :]
-            x = tl.load(x_ptr + source[:, None] * K + depth[None, :], mask=wanted, other=0.0)
-            half = start // 2 + tl.arange(0, DEPTH // 2)
-            known = (columns < N)[:, None] & (half < K // 2)[None, :]
-            codes = tl.load(weight_ptr + columns[:, None] * (K // 2) + half[None, :], mask=known, other=0).to(tl.int32)
-            group = start // 32 + tl.arange(0, DEPTH // 32)
-            known = (columns < N)[:, None] & (group < K // 32)[None, :]
-            scale = tl.load(scale_ptr + columns[:, None] * (K // 32) + group[None, :], mask=known, other=0)
-            values = tl.reshape(tl.join(decode_e2m1(codes & 15), decode_e2m1(codes >> 4)), (COLUMNS, DEPTH))
-            values *= spread(decode_e8m0(scale.to(tl.int32)), COLUMNS, DEPTH // 32, 32)
-            total = tl.dot(x, tl.trans(values.to(tl.bfloat16)), total)
-        mask = inside[:, None] & (columns < N)[None, :]
-        tl.store(out_ptr + places[:, None] * N + columns[None, :], total, mask=mask)
+        tile = expert * tl.num_programs(0) + tl.program_id(0)
+        both = lift * _multiply(x_ptr, source, inside, words_ptr, factor_ptr, tile, K, WHOLE, ROWS, PLAIN)
+        rounded = tl.reshape(both.to(tl.bfloat16), (2, HALF, ROWS)).to(tl.float32)
+        gate, up = tl.split(tl.permute(rounded, (2, 1, 0)))
+        weight = tl.load(weights_ptr + tl.load(copy_ptr + places), mask=inside, other=0.0)
+        hidden = (weight[:, None] * swiglu(gate, up, limit)).to(tl.bfloat16)
+        if QUANTISE:
+            hidden = round_fp8(hidden.to(tl.float32), ROWS, HALF).to(tl.bfloat16)
+        columns = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        wanted = inside[:, None] & (columns < N)[None, :]
+        tl.store(out_ptr + places[:, None] * N + columns[None, :], hidden, mask=wanted)
+
+
+@triton.jit
+def _grouped_down_kernel(
+    x_ptr,
+    words_ptr,
+    factor_ptr,
+    out_ptr,
+    expert_ptr,
+    source_ptr,
+    lift,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """128 columns of what an expert answers to a tile of its rows, which lie in their places."""
+    places = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    expert = tl.load(expert_ptr + tl.program_id(1) * ROWS).to(tl.int64)
+    if expert >= 0:
+        inside = tl.load(source_ptr + places) >= 0
+        tile = expert * tl.num_programs(0) + tl.program_id(0)
+        total = lift * _multiply(x_ptr, places, inside, words_ptr, factor_ptr, tile, K, WHOLE, ROWS, PLAIN)
+        columns = tl.program_id(0) * _TILE_ROWS + tl.arange(0, _TILE_ROWS)
+        wanted = inside[:, None] & (columns < N)[None, :]
+        tl.store(out_ptr + places[:, None] * N + columns[None, :], tl.trans(total), mask=wanted)
 
 
 @dataclass(slots=True, frozen=True)
-class Fp4Weights:
-    """Weights of the experts as released; see `ops.ExpertMLP`."""
+class Fp4Experts:
+    """Packed weights: `gate_up` has 64 rows of gate, then 64 of up in a tile. D and I: `ops.ExpertMLP`."""
 
-    gate: Tensor
-    gate_scale: Tensor
-    up: Tensor
-    up_scale: Tensor
-    down: Tensor
-    down_scale: Tensor
+    gate_up: Fp4Tiles
+    down: Fp4Tiles
+    hidden: int  # D
+    width: int  # I
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,45 +161,74 @@ class ExpertMLP:
         down_scale: Tensor,
         *,
         few_rows: bool = False,  # noqa: ARG002  packed in any case
-    ) -> Fp4Weights:
-        return Fp4Weights(gate, gate_scale, up, up_scale, down, down_scale)
+    ) -> Fp4Experts:
+        gate_up = pack_fp4((gate, gate_scale), (up, up_scale))
+        return Fp4Experts(gate_up, pack_fp4((down, down_scale)), down.shape[1], gate.shape[1])
 
     def __call__(
-        self, rows: Tensor, expert_ids: Tensor, weights: Tensor, experts: Fp4Weights, *, limit: float
+        self, rows: Tensor, expert_ids: Tensor, weights: Tensor, experts: Fp4Experts, *, limit: float
     ) -> ExpertRows:
-        layout = lay_out_experts(expert_ids, num_experts=len(experts.down), tile=_TILE)
+        num_experts = len(experts.down.words)
+        tile = _tile_size(expert_ids.numel(), num_experts)
+        layout = lay_out_experts(expert_ids, num_experts=num_experts, tile=tile)
         if not layout.num_places:
             return ExpertRows(rows[:0], layout.places)
-        x = self._cast(rows)
-        gate = _product(x, experts.gate, experts.gate_scale, layout, gather=True)
-        up = _product(x, experts.up, experts.up_scale, layout, gather=True)
-        factors = weights.flatten()[layout.copy.clamp_min(0)]
-        hidden = self._cast(SwiGLU(self.numerics)(gate, up, limit=limit, weights=factors))
-        return ExpertRows(_product(hidden, experts.down, experts.down_scale, layout, gather=False), layout.places)
+        x = fp8_values(rows) if self.numerics.quantise_activations else rows.contiguous()
+        hidden = self._gate_up(x, weights, experts, layout, tile, limit)
+        return ExpertRows(self._down(hidden, experts, layout, tile), layout.places)
 
-    def _cast(self, x: Tensor) -> Tensor:
-        return fp8_values(x) if self.numerics.quantise_activations else x
+    def _gate_up(
+        self, x: Tensor, weights: Tensor, experts: Fp4Experts, layout: ExpertLayout, tile: int, limit: float
+    ) -> Tensor:
+        """[P, I] in the padded places; those of no row are unwritten."""
+        out = torch.empty(layout.num_places, experts.width, dtype=x.dtype, device=x.device)
+        tiles = experts.gate_up
+        _grouped_gate_up_kernel[(tiles.words.shape[1], layout.num_places // tile)](
+            x,
+            tiles.words,
+            tiles.factors,
+            out,
+            layout.expert,
+            layout.source,
+            layout.copy,
+            weights.contiguous(),
+            limit,
+            tiles.lift,
+            N=experts.width,
+            K=experts.hidden,
+            WHOLE=experts.hidden % BLOCK == 0,
+            ROWS=tile,
+            QUANTISE=self.numerics.quantise_activations,
+            PLAIN=not x.is_cuda,
+            num_warps=_WARPS,
+        )
+        return out
+
+    def _down(self, hidden: Tensor, experts: Fp4Experts, layout: ExpertLayout, tile: int) -> Tensor:
+        """[P, D], likewise."""
+        out = torch.empty(layout.num_places, experts.hidden, dtype=hidden.dtype, device=hidden.device)
+        tiles = experts.down
+        _grouped_down_kernel[(tiles.words.shape[1], layout.num_places // tile)](
+            hidden,
+            tiles.words,
+            tiles.factors,
+            out,
+            layout.expert,
+            layout.source,
+            tiles.lift,
+            N=experts.hidden,
+            K=experts.width,
+            WHOLE=experts.width % BLOCK == 0,
+            ROWS=tile,
+            PLAIN=not hidden.is_cuda,
+            num_warps=_WARPS,
+        )
+        return out
 
 
-def _product(x: Tensor, weight: Tensor, scale: Tensor, layout: ExpertLayout, *, gather: bool) -> Tensor:
-    """[P, N] in the padded places; those of no row are unwritten."""
-    _, n, half = weight.shape
-    out = torch.empty(layout.num_places, n, dtype=x.dtype, device=x.device)
-    _grouped_kernel[(triton.cdiv(n, 64), layout.num_places // _TILE)](
-        x,
-        weight,
-        scale,
-        out,
-        layout.expert,
-        layout.source,
-        GATHER=gather,
-        N=n,
-        K=2 * half,
-        ROWS=_TILE,
-        COLUMNS=64,
-        DEPTH=64,
-    )
-    return out
+def _tile_size(num_copies: int, num_experts: int) -> int:
+    """Rows of a tile: as many as an expert gets on average, rounded up to a power of two."""
+    return min(_MAX_TILE, max(_MIN_TILE, triton.next_power_of_2(-(-num_copies // num_experts))))
 
 
 IMPLEMENTATIONS = (triton_kernel("expert_mlp", ExpertMLP, dtypes=BF16),)

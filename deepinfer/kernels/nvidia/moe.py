@@ -58,6 +58,13 @@ def _route_kernel(
 
 
 @triton.jit
+def swiglu(gate, up, limit):
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) of float32 blocks."""
+    gate = tl.minimum(gate, limit)
+    return gate * (1.0 / (1.0 + tl.exp(-gate))) * tl.minimum(tl.maximum(up, -limit), limit)
+
+
+@triton.jit
 def _swiglu_kernel(
     gate_ptr,
     up_ptr,
@@ -74,8 +81,7 @@ def _swiglu_kernel(
     inside = columns < WIDTH
     gate = tl.load(gate_ptr + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.minimum(gate, limit)
-    values = gate * (1.0 / (1.0 + tl.exp(-gate))) * tl.minimum(tl.maximum(up, -limit), limit)
+    values = swiglu(gate, up, limit)
     if WEIGHTED:
         values = tl.load(weights_ptr + row) * values
     tl.store(out_ptr + row * WIDTH + columns, values, mask=inside)
