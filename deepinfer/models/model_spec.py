@@ -89,22 +89,23 @@ class DraftInputs:
     """What a draft pass reads, for B sequences of which every token before the anchor has run through the target.
 
     `anchor_ids`, `anchor_positions` [B] int64: the last committed token, which has not run yet; `slots` [B] int64;
-    `is_padding` [B] bool: inert (slot 0, position 0), sent to no expert. `dispatcher` serves the drafts' experts.
+    `is_padding` [B] bool: inert (slot 0, position 0), sent to no expert. `num_drafts`: how many drafts of a block are
+    wanted, the first ones. `dispatcher` serves the drafts' experts.
     """
 
     anchor_ids: torch.Tensor
     anchor_positions: torch.Tensor
     slots: torch.Tensor
     is_padding: torch.Tensor
+    num_drafts: int
     caches: Any
     dispatcher: TokenDispatcher
 
 
 @dataclass(slots=True, frozen=True)
 class DraftBlock:
-    """`logits` [B, K, vocab_size] float32: row i, with the bias of token i, tells token i + 1 (token 0: the anchor).
-
-    `hidden` [B, K, D] model dtype: what `DraftNetwork.confidence` reads.
+    """Of the K wanted drafts: `logits` [B, K, vocab_size] float32: row i, with the bias of token i, tells token i + 1
+    (token 0: the anchor). `hidden` [B, K, D] model dtype: what `DraftNetwork.confidence` reads.
     """
 
     logits: torch.Tensor

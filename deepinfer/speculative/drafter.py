@@ -79,7 +79,7 @@ class ChainDrafter:
         state: SamplingState,
         independent: bool,
     ) -> None:
-        """The whole block is always run; `max_drafts` (1 .. block size) says how many rows of it become drafts."""
+        """`max_drafts` (1 .. block size): how many rows of the block become drafts. All of its rows see each other."""
         assert 1 <= max_drafts <= network.block_size, f"{max_drafts} drafts of a block of {network.block_size}"
         self._network = network
         self._max_drafts = max_drafts
@@ -102,6 +102,7 @@ class ChainDrafter:
                 anchor_positions=anchors.positions,
                 slots=slots,
                 is_padding=slots == 0,
+                num_drafts=self._max_drafts,
                 caches=self._caches,
                 dispatcher=self._dispatcher,
             )

@@ -65,6 +65,15 @@ def test_other_sequences_and_padding_do_not_change_drafts(runner: DraftRunner) -
     assert runner.block().logits.shape == (0, BLOCK, 512)
 
 
+@pytest.mark.parametrize("num_drafts", range(1, BLOCK + 1))
+def test_drafts_that_nobody_wants_change_no_other(runner: DraftRunner, num_drafts: int) -> None:
+    for slot, length in ((1, 40), (2, 3)):
+        runner.run_tokens(slot, make_tokens(slot, length))
+    whole = runner.block((1, 9), (2, 50), num_padding=1)
+    some = runner.block((1, 9), (2, 50), num_padding=1, num_drafts=num_drafts)
+    assert same(some, DraftBlock(whole.logits[:, :num_drafts], whole.hidden[:, :num_drafts]))
+
+
 def test_drafts_depend_on_the_window_alone(runner: DraftRunner) -> None:
     """Every row of the block sees the last 16 positions before the anchor, all of them, and no other."""
     runner.run_tokens(1, make_tokens(5, 40))

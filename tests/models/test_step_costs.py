@@ -58,6 +58,12 @@ def test_without_drafts_nothing_drafts() -> None:
     assert not any(name.startswith(DRAFT) for name in decode_costs(num_drafts=0))
 
 
+def test_only_wanted_drafts_run_behind_the_keys_of_the_last_stage() -> None:
+    whole, some = decode_costs(num_drafts=5), decode_costs(num_drafts=3)
+    for name, share in (("head", 3 / 5), ("shared expert", (5 + 5 + 3) / 15)):
+        assert some[DRAFT + name].operations == pytest.approx(share * whole[DRAFT + name].operations)
+
+
 def test_only_kept_rows_of_a_prompt_run_behind_the_encoder() -> None:
     whole, cut = (
         {cost.name: cost for cost in step_costs(CONFIG, prefill_shape(num_tokens=4096, keep_tokens=kept, num_ranks=4))}

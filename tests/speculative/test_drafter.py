@@ -30,7 +30,8 @@ class FakeNetwork:
     def run(self, inputs: DraftInputs) -> DraftBlock:
         self.inputs.append(inputs)
         count = len(inputs.slots)
-        return DraftBlock(self.base.repeat(count, 1, 1), torch.arange(BLOCK).float().repeat(count, 1)[:, :, None])
+        numbers = torch.arange(inputs.num_drafts).float()
+        return DraftBlock(self.base[: inputs.num_drafts].repeat(count, 1, 1), numbers.repeat(count, 1)[:, :, None])
 
     def markov_bias(self, token_ids: Tensor) -> Tensor:
         return torch.nn.functional.one_hot((token_ids + 1) % VOCAB, VOCAB).float() * 3

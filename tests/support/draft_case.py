@@ -62,8 +62,8 @@ class DraftRunner:
         self.lengths[slot] = start + len(tokens)
         return logits
 
-    def block(self, *anchors: tuple[int, int], num_padding: int = 0) -> DraftBlock:
-        """Run one draft pass for (slot, anchor token) pairs, followed by inert ones."""
+    def block(self, *anchors: tuple[int, int], num_padding: int = 0, num_drafts: int | None = None) -> DraftBlock:
+        """Run one draft pass for (slot, anchor token) pairs, followed by inert ones; None: whole blocks are wanted."""
         nothing = [0] * num_padding
         slots = torch.tensor([slot for slot, _ in anchors] + nothing, dtype=torch.int64)
         positions = [self.lengths[slot] for slot, _ in anchors] + nothing
@@ -72,6 +72,7 @@ class DraftRunner:
             anchor_positions=torch.tensor(positions, dtype=torch.int64),
             slots=slots,
             is_padding=slots == 0,
+            num_drafts=num_drafts or self.network.block_size,
             caches=self.caches,
             dispatcher=self._experts,
         )

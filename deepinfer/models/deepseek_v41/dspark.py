@@ -1,7 +1,8 @@
 """DSpark: three small stages over a block of an anchor and noise tokens, a Markov head and a confidence head.
 
 The block attends to the draft rings and, without a causal mask, to itself. Always the whole trained block: drafts do
-not depend on how many of them are wanted. The equations are those of the released reference.
+not depend on how many of them are wanted. Behind the last stage's keys only the wanted rows run. The equations are
+those of the released reference.
 """
 
 from __future__ import annotations
@@ -44,15 +45,22 @@ class DraftStage:
         rotation: Rotation,
         is_padding: Tensor,
         inputs: DraftInputs,
+        kept: Tensor | None,
     ) -> Residual:
-        """Return the residual behind this stage."""
+        """Return the residual behind this stage; with `kept` [K] that of these rows, by number."""
         residual = self.around_attention(
-            residual, lambda hidden: self._attend(hidden, window_rows, rotation, inputs.caches)
+            residual, lambda hidden: self._attend(hidden, window_rows, rotation, inputs.caches, kept), kept=kept
         )
+        is_padding = is_padding if kept is None else is_padding[kept]
         return self.around_experts(residual, lambda hidden: self.experts(hidden, is_padding, inputs.dispatcher))
 
-    def _attend(self, hidden: Tensor, window_rows: Tensor, rotation: Rotation, caches: Caches) -> Tensor:
+    def _attend(
+        self, hidden: Tensor, window_rows: Tensor, rotation: Rotation, caches: Caches, kept: Tensor | None
+    ) -> Tensor:
         query_latent, records = self.attention.compress(hidden, rotation, caches)
+        if kept is not None:
+            query_latent, window_rows = query_latent[kept], window_rows[kept]
+            rotation = Rotation(rotation.cosine[kept], rotation.sine[kept])
         query = self.attention.queries(query_latent, rotation)
         mixed = self.kernels.sparse_attention(
             query,
@@ -100,13 +108,16 @@ class DraftNetwork:
         rotation = rotation_at((inputs.anchor_positions.unsqueeze(1) + steps).flatten(), self.frequencies)
         window_rows = self._window_rows(inputs).repeat_interleave(size, 0)
         is_padding = inputs.is_padding.repeat_interleave(size)
+        numbers = torch.arange(num_sequences * size, device=steps.device).view(-1, size)
+        wanted = numbers[:, : inputs.num_drafts].flatten()
         for stage in self.stages:
-            residual = stage(residual, window_rows, rotation, is_padding, inputs)
+            kept = wanted if stage is self.stages[-1] else None
+            residual = stage(residual, window_rows, rotation, is_padding, inputs, kept)
         residual = residual.settled(self.kernels)
         hidden = self.kernels.collapse_streams(residual.streams, residual.pre)
         normed = self.kernels.rms_norm(hidden, self.norm, epsilon=self.config.rms_norm_eps)
         logits = self.kernels.linear(normed, self.head, out_dtype=torch.float32)
-        shape = (num_sequences, size)
+        shape = (num_sequences, inputs.num_drafts)
         return DraftBlock(logits.unflatten(0, shape), hidden.unflatten(0, shape))
 
     def markov_bias(self, token_ids: Tensor) -> Tensor:

@@ -36,8 +36,9 @@ class StepShape:
     """`encoder_rows` run up to the first decoder layer, `decoder_rows` behind it, `head_rows` through the head.
 
     `scored[r]`: pairs of a row and an entry that it may see, with r tokens an entry; `keys[r]`: entries that have to be
-    read for that. `last_visible`: tokens that the last row sees. `num_drafting`: sequences that draft. `num_ranks`:
-    ranks that the routed experts are spread over, which also gives the rows that arrive here: as many as leave.
+    read for that. `last_visible`: tokens that the last row sees. `num_drafts`: that each of `num_requests` sequences
+    makes. `num_ranks`: ranks that the routed experts are spread over, which also gives the rows that arrive here: as
+    many as leave.
     """
 
     encoder_rows: int
@@ -47,7 +48,7 @@ class StepShape:
     keys: dict[int, float]
     last_visible: int
     num_requests: int
-    num_drafting: int
+    num_drafts: int
     num_ranks: int
 
 
@@ -62,7 +63,7 @@ def decode_shape(*, num_requests: int, context: int, num_drafts: int, num_ranks:
         keys={ratio: num_requests * context / ratio for ratio in (1, 2)},
         last_visible=context,
         num_requests=num_requests,
-        num_drafting=num_requests if num_drafts else 0,
+        num_drafts=num_drafts,
         num_ranks=num_ranks,
     )
 
@@ -78,7 +79,7 @@ def prefill_shape(*, num_tokens: int, keep_tokens: int | None, num_ranks: int) -
         keys={ratio: num_tokens / ratio for ratio in (1, 2)},
         last_visible=num_tokens,
         num_requests=1,
-        num_drafting=0,
+        num_drafts=0,
         num_ranks=num_ranks,
     )
 
@@ -179,22 +180,23 @@ def _head(config: ModelConfig, shape: StepShape) -> Iterator[OpCost]:
 
 
 def _draft(config: ModelConfig, shape: StepShape) -> Iterator[OpCost]:
-    """The draft's whole block for each drafting sequence, and the rings' keys of the target's rows."""
-    if not shape.num_drafting or not config.num_draft_stages:
+    """Whole blocks up to the last stage's keys, the wanted drafts behind them; ring keys of the target's rows."""
+    if not shape.num_drafts or not config.num_draft_stages:
         return
-    hidden, block, stages = config.hidden_size, config.dspark_block_size, config.num_draft_stages
-    rows = shape.num_drafting * block
+    hidden, stages = config.hidden_size, config.num_draft_stages
+    whole, wanted = shape.num_requests * config.dspark_block_size, shape.num_requests * shape.num_drafts
     taps = len(config.dspark_target_layer_ids)
     costs = [_product("ring keys", shape.decoder_rows, hidden, taps * hidden, "fp8")]
     for stage in range(stages):
-        costs += _attention(config, config.num_layers + stage, shape, rows, rows)
+        rows = wanted if stage == stages - 1 else whole
+        costs += _attention(config, config.num_layers + stage, shape, whole, rows)
         chosen, experts = config.dspark_num_experts_per_tok, config.dspark_n_routed_experts
         costs += _experts(config, rows, shape.num_ranks, experts, chosen)
-        costs += [_streams(config, rows), _streams(config, rows)]
+        costs += [_streams(config, whole), _streams(config, rows)]
         costs.append(_product("ring keys", shape.decoder_rows, config.head_dim, hidden, "fp8"))
-    costs.append(_product("head", rows, config.vocab_size, hidden, "bf16", out_bytes=4))
-    for _ in range(block):
-        costs.append(_product("Markov head", shape.num_drafting, config.vocab_size, config.dspark_markov_rank, "bf16"))
+    costs.append(_product("head", wanted, config.vocab_size, hidden, "bf16", out_bytes=4))
+    for _ in range(shape.num_drafts):
+        costs.append(_product("Markov head", shape.num_requests, config.vocab_size, config.dspark_markov_rank, "bf16"))
     for cost in costs:
         yield replace(cost, name=f"{DRAFT}{cost.name}")
 
