@@ -23,6 +23,12 @@ from deepinfer.platforms.platform import detect_accelerator
 
 _PACKAGES = ("torch", "ray", "safetensors", "tokenizers", "deepseek-recipe", "xgrammar")
 _KERNEL_PACKAGES = ("triton", "sgl-deep-gemm", "apache-tvm-ffi", "sgl-flash-mla")
+_UNUSED_PACKAGES = {
+    "sgl-deep-ep": "DeepEP: not packaged for torch 2.11, only for 2.13 and 2.14; our kernels carry rows within a host",
+    "tilelang": "TileLang: optional, nothing here calls it",
+    "tile-kernels": "TileKernels: asks for torch 2.13; our Triton kernels do the same work",
+    "deepselect": "DeepSelect: not packaged, and for SM100 alone; our own kernel selects",
+}
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -89,7 +95,8 @@ def _kernels(config: ClusterConfig) -> dict[str, dict[str, Any]]:
         )
     except ConfigError as error:
         return {"kernels": {"not usable": str(error)}}
-    return {"kernels": _entries(choice), "kernel backends": _backends(choice)}
+    facts = {"kernels": _entries(choice), "kernel backends": _backends(choice)}
+    return facts if choice.chip is None else facts | {"packages that are not used": _unused_packages()}
 
 
 def _entries(choice: KernelChoice) -> dict[str, Any]:
@@ -110,6 +117,10 @@ def _backends(choice: KernelChoice) -> dict[str, Any]:
         backend.name: "usable" if backend.fault is None else f"passed over: {backend.fault}; {backend.cost_without}"
         for backend in choice.backends
     }
+
+
+def _unused_packages() -> dict[str, str]:
+    return {name: f"{_version(name)}; {reason}" for name, reason in _UNUSED_PACKAGES.items()}
 
 
 def _memory(cache_dir: Path) -> dict[str, Any]:

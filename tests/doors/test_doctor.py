@@ -28,6 +28,7 @@ def test_a_cpu_has_the_reference_for_every_op_and_says_that_there_is_no_gpu() ->
     assert all(entry["verified_here"] for entry in facts["kernels"].values())
     assert facts["kernel backends"] == {"reference": "usable"}
     assert facts["accelerators"]["gpus"] == "none that torch can use"
+    assert "packages that are not used" not in facts
 
 
 def test_kernels_of_a_gpu_are_not_guessed_on_a_machine_without_one() -> None:
@@ -51,6 +52,9 @@ def test_a_gpu_shows_what_serves_each_op_and_why_a_backend_is_passed_over(
     assert "No module named 'no_such_package'" in text
     assert "slower" in text
     assert facts["accelerators"]["gpu 0"] == "Some GPU, sm_100, 180 GiB"
+    unused = facts["packages that are not used"]
+    assert unused.keys() == {"sgl-deep-ep", "tilelang", "tile-kernels", "deepselect"}
+    assert unused["sgl-deep-ep"].startswith("not installed; DeepEP: not packaged for torch 2.11")
     assert run_command(["doctor", "--set", "accelerator=nvidia"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  rms_norm"))
     assert line.split(maxsplit=3)[3] == "batch-invariant      verified on sm_90, NOT on this chip"
