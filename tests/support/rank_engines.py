@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 from support.fake_grammars import fake_compiler
@@ -312,15 +313,12 @@ def take_decode_result(result: Any, answers: dict[int, Answer]) -> None:
 
 def replay(request: Request, sample: int, answer: Answer) -> Request:
     """One preempted sequence as a request of its own."""
-    return Request(
-        request_id=request.request_id,
+    return msgspec.structs.replace(
+        request,
         index=request.index + sample,
-        prompt_token_ids=request.prompt_token_ids,
-        num_prompt_tokens=request.num_prompt_tokens,
         first_sample=sample,
         num_samples=1,
         output_token_ids=pack(answer.token_ids),
-        sampling=request.sampling,
     )
 
 
