@@ -11,7 +11,7 @@ from deepinfer.config import ClusterConfig
 from deepinfer.errors import ConfigError
 from deepinfer.kernels.registry import select_kernels
 from deepinfer.models.model_source import TINY_MODEL, resolve_model
-from deepinfer.models.model_spec import ModelSpec
+from deepinfer.models.model_spec import ModelSpec, WeightBytes
 from deepinfer.models.registry import load_spec, released_spec
 from deepinfer.protocol import Role
 from deepinfer.runtime.build_drafts import draft_bytes_per_slot, draft_use
@@ -93,8 +93,7 @@ def _role_memory(config: ClusterConfig, spec: ModelSpec, role: Role, device_byte
     need = spec.weight_bytes(num_ranks=num_ranks, drafts=draft_use(role, num_drafts), tables=section.ngram_tables)
     weights, experts = need.device, need.experts
     cache_bytes, num_tokens = _cache(config, spec, role, sum(weights.values()), device_bytes, num_drafts=num_drafts)
-    is_recast = config.accelerator == "nvidia" and config.kernels.overrides.get("expert_mlp") in (None, "deep_gemm")
-    extra = int(weights[experts] * (_FP8_OVER_FP4 - 1)) if is_recast else 0
+    extra = _recast_bytes(config, role, need)
     memory = RoleMemory(role, num_ranks, weights, cache_bytes, num_tokens, extra, device_bytes, need.host_tables)
     if memory.left_bytes is not None and memory.left_bytes < 0:
         raise ConfigError(
@@ -104,6 +103,15 @@ def _role_memory(config: ClusterConfig, spec: ModelSpec, role: Role, device_byte
             path=f"{role}.ranks",
         )
     return memory
+
+
+def _recast_bytes(config: ClusterConfig, role: Role, need: WeightBytes) -> int:
+    """Return what FP8 copies of the experts take more; those that few rows of a prompt reach stay as they are."""
+    if config.accelerator != "nvidia" or config.kernels.overrides.get("expert_mlp") not in (None, "deep_gemm"):
+        return 0
+    cuts_prompts = role == "prefill" and config.model.prefill_truncation == "compact"
+    stays = need.kept_row_experts if cuts_prompts and not config.determinism.batch_invariant else 0
+    return int((need.device[need.experts] - stays) * (_FP8_OVER_FP4 - 1))
 
 
 def _cache(

@@ -25,11 +25,13 @@ DraftUse = Literal["off", "keep", "draft"]  # nothing; keep what a drafting rank
 class WeightBytes:
     """What one rank's weights take: `device` by part of the model, of which `experts` is the part of routed experts.
 
+    `kept_row_experts`: of these, the bytes in layers that run only the kept rows of prompts that are cut short.
     `host_tables`: n-gram tables in host memory, once for all ranks of a node.
     """
 
     device: dict[str, int]
     experts: str
+    kept_row_experts: int
     host_tables: int
 
 

@@ -169,6 +169,20 @@ def test_up_takes_the_accelerator_of_the_nodes_that_it_starts_ranks_on(
     assert [(found.accelerator, found.decode.ranks) for found in started] == [("nvidia", 1)]
 
 
+def test_experts_that_few_rows_of_a_prompt_reach_are_not_recast() -> None:
+    """The decoder's 20 of 40 layers on a prefill rank that cuts prompts short; elsewhere all are."""
+    cut, whole, invariant = (
+        rank_memory(read("h200-8", "kernels.overrides={}", setting))
+        for setting in ("prefill.ranks=4", "model.prefill_truncation=off", "determinism.batch_invariant=true")
+    )
+    experts = "routed experts"
+    per_byte = (1 + 4 / 128**2) / (1 / 2 + 1 / 32) - 1
+    assert [prefill.recast_bytes / (prefill.weights[experts] * per_byte) for prefill, _ in (cut, whole, invariant)] == (
+        pytest.approx([0.5, 1, 1])
+    )
+    assert cut[1].recast_bytes == int(cut[1].weights[experts] * per_byte)
+
+
 def test_tables_stand_where_they_are_put() -> None:
     """One copy a node in host memory, or a share on every device."""
     prefill, decode = rank_memory(read("sm100-64", "decode.ngram_tables=sharded"))

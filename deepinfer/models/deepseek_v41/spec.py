@@ -91,14 +91,21 @@ class DeepseekV41Spec:
         def largest(num_experts: int) -> tuple[int, ...]:
             return tuple(range(-(-num_experts // num_ranks)))
 
+        config, expert_ids = self.config, largest(self.num_experts)
         need = memory_needed(
-            self.config,
-            expert_ids=(largest(self.num_experts),) * self.config.num_layers,
+            config,
+            expert_ids=(expert_ids,) * config.num_layers,
             draft=_draft_share(drafts, largest(self.num_draft_experts)),
             num_table_shares=num_ranks if tables == "sharded" else None,
         )
-        host_tables = table_bytes(self.config) if tables == "host" else 0
-        return WeightBytes(need.weights, Part.ROUTED_EXPERT, host_tables)
+        encoder = ((),) * config.first_decoder_layer
+        decoder = (expert_ids,) * (config.num_layers - config.first_decoder_layer)
+        return WeightBytes(
+            device=need.weights,
+            experts=Part.ROUTED_EXPERT,
+            kept_row_experts=memory_needed(config, expert_ids=encoder + decoder).weights.get(Part.ROUTED_EXPERT, 0),
+            host_tables=table_bytes(config) if tables == "host" else 0,
+        )
 
     def load(
         self,
