@@ -7,11 +7,12 @@ from support.expert_layout_case import check_expert_layout
 from support.flat_pool_case import check_flat_pool
 from support.fp4_tiles_case import check_fp4_tiles
 from support.op_cases import Bench, Check, same
+from torch import Tensor
 
 from deepinfer.kernels.nvidia.casts import cast_fp8
 from deepinfer.kernels.nvidia.fp8_weights import dequantise, recast_fp4
 from deepinfer.kernels.nvidia.select import block_maxima, select_largest
-from deepinfer.kernels.ops import PagedRows
+from deepinfer.kernels.ops import CandidateRule, PagedRows, Selection
 from deepinfer.kernels.reference.index_select import choose_entries
 from deepinfer.kernels.reference.quantize import dequantize_fp4
 
@@ -66,7 +67,7 @@ def check_select(bench: Bench) -> None:
 
 
 def check_block_sizes(bench: Bench) -> None:
-    """Selections don't depend on how many entries a cache block holds."""
+    """Selections, kept blocks and selections inside these don't depend on how many entries a cache block holds."""
     sizes, num_rows, num_entries = bench.sizes, 6, 5 * 64
     keys = bench.normal(2 * num_entries, sizes.index_dim)
     query = bench.normal(num_rows, sizes.index_heads, sizes.index_dim)
@@ -81,15 +82,20 @@ def check_block_sizes(bench: Bench) -> None:
         for sequence in range(2):
             places = (table[sequence].unsqueeze(1) * per_block + torch.arange(per_block)).flatten()[:num_entries]
             pool[places.to(bench.device)] = record.pack(keys[sequence * num_entries : (sequence + 1) * num_entries])
-        found.append(
-            bench.kernels.index_select(
-                query, weights, PagedRows(pool, record, table.to(bench.device), per_block), sequence_starts=starts,
+        held = PagedRows(pool, record, table.to(bench.device), per_block)
+
+        def select(candidates: Tensor | None, held: PagedRows = held) -> Selection:
+            return bench.kernels.index_select(
+                query, weights, held, sequence_starts=starts,
                 row_sequence=torch.tensor([0, 0, 0, 0, 1, 1], device=bench.device), visible=visible,
-                num_selected=sizes.selected, candidates=None, rule=None,
-            ).entries
-        )  # fmt: skip
-    for entries in found[1:]:
-        same(entries, found[0])
+                num_selected=sizes.selected, candidates=candidates, rule=CandidateRule(num_blocks=11, block_size=8),
+            )  # fmt: skip
+
+        kept = select(None)
+        found.append((kept.entries, kept.candidates, select(kept.candidates).entries))
+    for results in found[1:]:
+        for result, first in zip(results, found[0], strict=True):
+            same(result, first)
 
 
 CHECKS: dict[str, Check] = {

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.kernels.nvidia.cache import LocateEntries
 from deepinfer.kernels.nvidia.index_codes import Query, load_query
 from deepinfer.kernels.nvidia.select import block_maxima
 from deepinfer.kernels.ops import CandidateRule, PagedRows
@@ -21,12 +22,13 @@ from deepinfer.kernels.ops import CandidateRule, PagedRows
 GROUP = 8  # neighbouring entries under one maximum
 _ROW_TILE = 4
 _KEYS = 64
-_SPAN = 2048
+_SPAN = 4096
 _SUMS = 8  # columns of the product that adds up heads: the fewest that a matrix unit takes
 _WARPS = 4
-_STAGES = 3
+_STAGES = 5  # a place in the table is read two tiles before the keys, and those two before they are scored
 _MAX_REGISTERS = 128  # four programs to a multiprocessor
 _KEPT_KEYS = 128
+_KEPT_SPAN = 2048
 
 _WEIGH = tl.constexpr("""
 {
@@ -58,13 +60,15 @@ def _sum_of_heads(ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr, SUMS: tl.constex
 
 
 @triton.jit
-def _scores(pool_ptr, bytes_ptr, offsets, query, weights, summing, WIDTH: tl.constexpr, PLAIN: tl.constexpr):
-    """Scores [KEYS, SUMS] as float32, rounded to bf16: dots, weighted dots and their sum are each rounded."""
+def _sums(pool_ptr, words_ptr, offsets, query, weights, summing, WIDTH: tl.constexpr, PLAIN: tl.constexpr):
+    """Sums [KEYS, SUMS] float32 of weighted dots, and the power of two [KEYS] that is still to be multiplied in.
+
+    Dots and weighted dots are rounded to bf16, the sums are not yet.
+    """
     keys = tl.load(pool_ptr + offsets[:, None] + tl.arange(0, WIDTH)[None, :])
-    power = tl.load(bytes_ptr + offsets + WIDTH).to(tl.int32)
+    power = tl.load(words_ptr + offsets // 4 + WIDTH // 4)  # a byte of 1 .. 254, then zeros
     total = tl.dot(_weigh(tl.dot(keys, query), weights[None, :], PLAIN), summing)
-    factor = (power << 23).to(tl.float32, bitcast=True)  # a byte of 1 .. 254
-    return total.to(tl.bfloat16).to(tl.float32) * factor[:, None]
+    return total, (power << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -72,7 +76,7 @@ def _scan_kernel(
     codes_ptr,
     factor_ptr,
     pool_ptr,
-    bytes_ptr,
+    words_ptr,
     table_ptr,
     sequence_ptr,
     visible_ptr,
@@ -89,6 +93,7 @@ def _scan_kernel(
     KEYS: tl.constexpr,
     SPAN: tl.constexpr,
     SUMS: tl.constexpr,
+    STAGES: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
     """ROWS neighbouring rows against SPAN entries; rows of one sequence share the loaded keys.
@@ -111,7 +116,7 @@ def _scan_kernel(
             previous = tl.max(tl.where(here, before, -1), 0)
             own = tl.where((sequences == sequence) & (previous != sequence), visible, 0)
             limit = tl.minimum(tl.max(own, 0), first + SPAN)
-            for start in range(first, limit, KEYS):
+            for start in tl.range(first, limit, KEYS, num_stages=STAGES):
                 entries = start + tl.arange(0, KEYS)
                 if PER_BLOCK % KEYS == 0 or 2 * PER_BLOCK == KEYS:
                     block = tl.load(table_ptr + sequence * table_stride + start // PER_BLOCK)
@@ -130,9 +135,10 @@ def _scan_kernel(
                     offsets = tl.multiple_of(
                         block * (PER_BLOCK * NUM_BYTES) + known % PER_BLOCK * NUM_BYTES, NUM_BYTES & -NUM_BYTES
                     )
-                scores = _scores(
-                    pool_ptr + first_byte, bytes_ptr + first_byte, offsets, query, weights, summing, WIDTH, PLAIN
+                total, factor = _sums(
+                    pool_ptr + first_byte, words_ptr + first_byte // 4, offsets, query, weights, summing, WIDTH, PLAIN
                 )
+                scores = total.to(tl.bfloat16).to(tl.float32) * factor[:, None]
                 place = score_ptr + rows[None, :] * score_stride + entries[:, None]
                 tl.store(place, scores, mask=(own > 0)[None, :])
 
@@ -142,15 +148,12 @@ def _kept_kernel(
     codes_ptr,
     factor_ptr,
     pool_ptr,
-    bytes_ptr,
-    table_ptr,
-    sequence_ptr,
-    visible_ptr,
+    words_ptr,
+    group_ptr,
     kept_ptr,
+    visible_ptr,
     score_ptr,
     num_rows,
-    table_stride,
-    PER_BLOCK: tl.constexpr,
     NUM_BYTES: tl.constexpr,
     NUM_KEPT: tl.constexpr,
     SIZE: tl.constexpr,
@@ -160,33 +163,30 @@ def _kept_kernel(
     KEYS: tl.constexpr,
     SPAN: tl.constexpr,
     SUMS: tl.constexpr,
+    STAGES: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
-    """One row against the entries of SPAN places of its kept blocks, side by side; -inf where there is none."""
+    """One row against the entries of SPAN places of its kept blocks, side by side; -inf where there is none.
+
+    `group_ptr`: where each kept block begins in the pool, in blocks.
+    """
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * SPAN
-    visible, sequence = tl.load(visible_ptr + row).to(tl.int32), tl.load(sequence_ptr + row)
+    visible = tl.load(visible_ptr + row)
     query, weights = load_query(codes_ptr, factor_ptr, row, num_rows, 1, HEADS, HEAD_BLOCK, WIDTH)
     summing = _sum_of_heads(1, HEAD_BLOCK, SUMS)
-    for start in range(first, tl.minimum(first + SPAN, NUM_KEPT * SIZE), KEYS):
-        blocks = start // SIZE + tl.arange(0, KEYS // SIZE)
-        kept = tl.load(kept_ptr + row * NUM_KEPT + blocks, mask=blocks < NUM_KEPT, other=-1).to(tl.int32) * SIZE
-        known = tl.maximum(kept, 0)
-        block = tl.load(table_ptr + sequence * table_stride + known // PER_BLOCK)
-        offsets = block * (PER_BLOCK * NUM_BYTES) + known % PER_BLOCK * NUM_BYTES
-        inner = tl.arange(0, SIZE)
-        offsets = tl.reshape(offsets[:, None] + inner[None, :] * NUM_BYTES, (KEYS,))
-        offsets = tl.multiple_of(offsets, NUM_BYTES & -NUM_BYTES)
-        seen = (kept[:, None] >= 0) & (kept[:, None] + inner[None, :] < visible)
-        scores = _scores(pool_ptr, bytes_ptr, offsets, query, weights, summing, WIDTH, PLAIN)
-        # all columns but the first are zero
-        score = tl.where(tl.reshape(seen, (KEYS,)), tl.sum(scores, 1), float("-inf"))
+    inner = tl.arange(0, KEYS) % SIZE
+    for start in tl.range(first, tl.minimum(first + SPAN, NUM_KEPT * SIZE), KEYS, num_stages=STAGES):
         places = start + tl.arange(0, KEYS)
-        place = score_ptr + row * (NUM_KEPT * SIZE) + places
-        if (NUM_KEPT * SIZE) % KEYS == 0:
-            tl.store(place, score)
-        else:
-            tl.store(place, score, mask=places < NUM_KEPT * SIZE)
+        known, block = places < NUM_KEPT * SIZE, row * NUM_KEPT + places // SIZE
+        group = tl.load(group_ptr + block, mask=known, other=-1).to(tl.int64)
+        kept = tl.load(kept_ptr + block, mask=known, other=-1)
+        offsets = tl.maximum(group, 0) * (SIZE * NUM_BYTES) + inner * NUM_BYTES
+        offsets = tl.multiple_of(offsets, NUM_BYTES & -NUM_BYTES)
+        total, factor = _sums(pool_ptr, words_ptr, offsets, query, weights, summing, WIDTH, PLAIN)
+        score = tl.sum(total, 1).to(tl.bfloat16).to(tl.float32) * factor  # all columns but the first are zero
+        seen = (kept >= 0) & (kept * SIZE + inner < visible)
+        tl.store(score_ptr + row * (NUM_KEPT * SIZE) + places, tl.where(seen, score, float("-inf")), mask=known)
 
 
 @dataclass(slots=True, frozen=True)
@@ -207,7 +207,7 @@ def score_all(query: Query, keys: PagedRows, row_sequence: Tensor, visible: Tens
             query.codes,
             query.weights,
             keys.pool.view(torch.float8_e4m3fn),
-            keys.pool,
+            keys.pool.view(torch.int32),
             keys.block_table,
             row_sequence,
             visible,
@@ -224,9 +224,9 @@ def score_all(query: Query, keys: PagedRows, row_sequence: Tensor, visible: Tens
             KEYS=_KEYS,
             SPAN=_SPAN,
             SUMS=_SUMS,
+            STAGES=_STAGES,
             PLAIN=not visible.is_cuda,
             num_warps=_WARPS,
-            num_stages=_STAGES,
             maxnreg=_MAX_REGISTERS,
         )
     return Scores(values, block_maxima(values, visible, unit=1, size=GROUP, newest=False))
@@ -241,19 +241,18 @@ def score_kept(
     num_places = kept.shape[1] * rule.block_size
     values = torch.empty(num_rows, num_places, dtype=torch.bfloat16, device=visible.device)
     if num_rows:
-        _kept_kernel[(num_rows, triton.cdiv(num_places, _SPAN))](
+        groups_per_block = keys.entries_per_block // rule.block_size
+        groups = LocateEntries()(kept, row_sequence, keys.block_table, entries_per_block=groups_per_block)
+        _kept_kernel[(num_rows, triton.cdiv(num_places, _KEPT_SPAN))](
             query.codes,
             query.weights,
             keys.pool.view(torch.float8_e4m3fn),
-            keys.pool,
-            keys.block_table,
-            row_sequence,
-            visible,
+            keys.pool.view(torch.int32),
+            groups,
             kept,
+            visible,
             values,
             num_rows,
-            keys.block_table.stride(0),
-            PER_BLOCK=keys.entries_per_block,
             NUM_BYTES=keys.record.num_bytes,
             NUM_KEPT=kept.shape[1],
             SIZE=rule.block_size,
@@ -261,10 +260,10 @@ def score_kept(
             HEAD_BLOCK=max(16, triton.next_power_of_2(num_heads)),
             WIDTH=width,
             KEYS=_KEPT_KEYS,
-            SPAN=_SPAN,
+            SPAN=_KEPT_SPAN,
             SUMS=_SUMS,
+            STAGES=_STAGES,
             PLAIN=not visible.is_cuda,
             num_warps=_WARPS,
-            num_stages=1,
         )
     return Scores(values, block_maxima(values, None, unit=1, size=GROUP, newest=False))
