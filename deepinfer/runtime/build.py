@@ -214,6 +214,7 @@ class _Builder:
         else:
             num_rows = num_sequences * (1 + self._num_decode_drafts(loaded))
         num_bytes = self.platform.peak_bytes(lambda: runner.run_padding(num_sequences, num_rows, num_logits=num_logits))
+        num_bytes += runner.kept_bytes
         get_logger(f"{self.role}-{self.rank}").info("a step needs %.2f GiB beside its caches", num_bytes / 2**30)
         return num_bytes
 

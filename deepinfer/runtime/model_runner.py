@@ -91,15 +91,22 @@ class ModelRunner:
         self._started: _Started | None = None
         self._unusable: set[int] = set()
         self._graphs: StepGraphs | None = None
+        # of recorded steps that end with their logits, which the largest and the smallest leave in the same place
+        self._logits = torch.empty(0, table.sampling.vocab_size, device=table.device)
         if capture is not None and dispatcher.capturable and model.capturable:
-            self._graphs = StepGraphs(
-                capture, max_sequences=len(table.num_tokens) - 1, max_drafts=table.max_drafts, device=table.device
-            )
+            max_sequences, max_drafts = len(table.num_tokens) - 1, table.max_drafts
+            self._graphs = StepGraphs(capture, max_sequences=max_sequences, max_drafts=max_drafts, device=table.device)
+            self._logits = torch.empty(max_sequences * (1 + max_drafts), table.sampling.vocab_size, device=table.device)
 
     @property
     def max_drafts(self) -> int:
         """Most drafts of a slot in a step."""
         return self._table.max_drafts
+
+    @property
+    def kept_bytes(self) -> int:
+        """What it keeps on the device beside the slot table and the caches."""
+        return self._logits.nbytes
 
     def record_graphs(self) -> None:
         """Record the largest decode step, so that its memory is taken before others want it; the rest on first use."""
@@ -195,8 +202,13 @@ class ModelRunner:
         if self._speculation.capturable and not _any_in(plan, *wishes):
             whole = graphs.run("whole", self._run_whole, decode)
             return _Started(sent, chunks, max_position, whole=whole)
-        step, logits = graphs.run("rows", self._run_rows, decode)
+        step, logits = graphs.run("rows", self._run_kept_rows, decode)
         return _Started(sent, chunks, max_position, step, logits, decode)
+
+    def _run_kept_rows(self, decode: DecodeRows) -> tuple[StepInputs, torch.Tensor]:
+        """As `_run_rows`, with logits that take no memory of the graph: each would keep its own for good."""
+        step, logits = self._run_rows(decode)
+        return step, self._logits[: len(logits)].copy_(logits)
 
     def _run_rows(self, decode: DecodeRows) -> tuple[StepInputs, torch.Tensor]:
         step = build_decode_inputs(self._around, decode)

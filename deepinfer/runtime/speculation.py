@@ -6,7 +6,7 @@ decoding: one row a slot.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,7 +63,7 @@ class Speculation:
         return Committed(verified.token_ids, verified.counts, verified.failed, verified.fell_back, rows.num_drafts)
 
     def draft(self, slots: torch.Tensor, owners: tuple[int, ...] = ()) -> Drafts | None:
-        """Draft behind what is committed in `slots` [S]; None: nothing drafts.
+        """Draft behind what is committed in `slots` [S]; None: nothing drafts. Scores are left in the table alone.
 
         A rank without any joins with slot 0, which is inert. `owners`: the slots as far as the host tells them.
         """
@@ -71,7 +71,7 @@ class Speculation:
             return None
         drafts = self._drafter.draft(self._table.anchors(slots, owners))
         self._table.put_drafts(slots, drafts)
-        return drafts
+        return replace(drafts, scores=None)
 
     def logprobs(self, logits: torch.Tensor, rows: VerifyRows, committed: Committed) -> OwnerLogprobs | None:
         """Return the log-probabilities of each sequence's tokens, where asked for."""

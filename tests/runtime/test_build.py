@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from deepinfer.kernels.reference.engram import EngramLookup
 from deepinfer.metrics import MemoryRecorder
 from deepinfer.models.deepseek_v41.tiny import write_tiny
 from deepinfer.platforms.cpu import CpuPlatform
-from deepinfer.runtime.build import build_rank_engine
+from deepinfer.runtime.build import _Builder, build_rank_engine
 from deepinfer.runtime.kv_transfer import pack_parts, split_parts
 
 LENGTHS = [1, 5, 18, 33, 40]
@@ -64,6 +65,20 @@ def test_steps_that_wait_for_the_host_are_not_recorded(
     assert len(said) == (0 if is_readable else 1)
     answers = answer_all(build_tiny_rank("prefill", directory), decode, requests)
     assert all(answer.failure is None for answer in answers.values())
+
+
+def test_what_a_runner_keeps_is_part_of_what_a_step_needs() -> None:
+    """On a GPU; there the caches get what is left."""
+    builder = SimpleNamespace(
+        platform=SimpleNamespace(name="nvidia", peak_bytes=lambda work: 1000),
+        runner=lambda loaded, size, make_drafter: SimpleNamespace(kept_bytes=24),
+        config=tiny_config(),
+        role="decode",
+        rank=0,
+        max_running=8,
+        _num_decode_drafts=lambda loaded: 0,
+    )
+    assert _Builder._step_bytes(builder, SimpleNamespace(kv_groups=())) == 1024
 
 
 def test_ranks_that_exchange_kv_have_equal_digests(directory: Path) -> None:

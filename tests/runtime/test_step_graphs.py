@@ -225,6 +225,34 @@ def test_nothing_in_a_step_reads_the_device_or_has_its_shape_from_it(rule: str, 
     assert not any(slot.failure for output in found for slot in output.slots)
 
 
+def test_recorded_steps_leave_no_large_result_each() -> None:
+    """What a recorded step returns stays in memory as long as its graph does, and there is one for each tier."""
+    results: list[Any] = []
+
+    def capture(work: Callable[[], Any]) -> Callable[[], Any]:
+        work()
+
+        def replay() -> Any:
+            results.append(work())
+            return results[-1]
+
+        return replay
+
+    runner = _runner(RejectionVerifier(), is_rejection=True, capture=capture)
+    one, two = np.array([3], np.int32), np.array([1, 2], np.int32)
+    every, masks = _plans()[0]
+    plans = (every, StepPlan(1, decode_slots=one, max_rows_per_slot=4), StepPlan(2, decode_slots=two))
+    for plan in plans:
+        runner.start_step(plan)
+        runner.finish_step(plan, masks if plan is every else None).resolve()
+    (_, first), (_, second), (_, drafts) = results
+    assert (len(first), len(second)) == (8 * 4, 1 * 4)
+    assert first.data_ptr() == second.data_ptr()
+    assert drafts.scores is None
+    assert runner.kept_bytes == 8 * 4 * VOCAB_SIZE * 4
+    assert _runner(RejectionVerifier(), is_rejection=True, capture=None).kept_bytes == 0
+
+
 def test_a_step_of_prompts_is_tried_without_the_logits_of_all_its_rows() -> None:
     """They would be the largest thing in it: 34 GB at 65,536 rows of the released vocabulary."""
     runner = _runner(SharedNoiseVerifier(), is_rejection=False, capture=None)
