@@ -28,6 +28,7 @@ from deepinfer.platforms.platform import load_platform
 HIDDEN, HEADS, HEAD_DIM, ROTARY = 5120, 64, 512, 64
 QUERY_RANK, GROUPS, GROUP_WIDTH, OUT_RANK = 1280, 8, 4096, 1024
 EXPERTS, CHOSEN, EXPERT_WIDTH, LOCAL_EXPERTS = 384, 6, 2304, 6
+PREFILL_EXPERTS, MAX_KEPT_ROWS = 96, 560
 WINDOW, SELECTED, INDEX_HEADS, INDEX_DIM = 128, 512, 32, 128
 VOCABULARY, BLOCK, ROWS_PER_REQUEST = 129280, 64, 4
 REPEATS = 15
@@ -200,6 +201,31 @@ def cache_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
     yield Case("pair_compress", lambda: kernels.pair_compress(both, ring, first_rows), rows * HEAD_DIM * 18)
 
 
+def released_experts(num_experts: int) -> list[Tensor]:
+    """FP4 weights with their scales: gate, up, down."""
+    weights = []
+    for n, k in ((EXPERT_WIDTH, HIDDEN), (EXPERT_WIDTH, HIDDEN), (HIDDEN, EXPERT_WIDTH)):
+        weights.append(torch.randint(0, 256, (num_experts, n, k // 2), device="cuda", dtype=torch.uint8))
+        weights.append(torch.randint(112, 116, (num_experts, n, k // 32), device="cuda", dtype=torch.uint8))
+    return weights
+
+
+def kept_row_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
+    """Experts of a layer that sees the ends of prompts only (140 rows each), on one of four prefill ranks."""
+    if rows > MAX_KEPT_ROWS:
+        return
+    prepared = kernels.expert_mlp.prepare(*released_experts(PREFILL_EXPERTS), few_rows=True)
+    expert_ids = torch.arange(rows * CHOSEN, device="cuda").view(rows, CHOSEN) % PREFILL_EXPERTS
+    x, factor = normal(rows, HIDDEN), normal(rows, CHOSEN, dtype=torch.float32)
+    size = 3 * EXPERT_WIDTH * HIDDEN
+    yield Case(
+        f"expert_mlp {rows} kept rows to {PREFILL_EXPERTS}",
+        lambda: kernels.expert_mlp(x, expert_ids, factor, prepared, limit=10.0),
+        PREFILL_EXPERTS * size * (1 / 2 + 1 / 32),
+        2.0 * rows * CHOSEN * size,
+    )
+
+
 def expert_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
     """Routing and experts: six local experts of `rows` rows each, as in decode over 64 ranks."""
     logits, bias = normal(rows, EXPERTS, dtype=torch.float32), torch.zeros(EXPERTS, device="cuda")
@@ -209,16 +235,7 @@ def expert_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
         lambda: kernels.route_tokens(logits, bias, padding, num_chosen=CHOSEN, scale=1.5),
         4 * logits.numel(),
     )
-    shape = (
-        (LOCAL_EXPERTS, EXPERT_WIDTH, HIDDEN),
-        (LOCAL_EXPERTS, EXPERT_WIDTH, HIDDEN),
-        (LOCAL_EXPERTS, HIDDEN, EXPERT_WIDTH),
-    )
-    weights = []
-    for num, n, k in shape:
-        weights.append(torch.randint(0, 256, (num, n, k // 2), device="cuda", dtype=torch.uint8))
-        weights.append(torch.randint(112, 116, (num, n, k // 32), device="cuda", dtype=torch.uint8))
-    prepared = kernels.expert_mlp.prepare(*weights)
+    prepared = kernels.expert_mlp.prepare(*released_experts(LOCAL_EXPERTS))
     expert_ids = torch.arange(LOCAL_EXPERTS * rows, device="cuda").unsqueeze(1) % LOCAL_EXPERTS
     x, factor = normal(LOCAL_EXPERTS * rows, HIDDEN), normal(LOCAL_EXPERTS * rows, 1, dtype=torch.float32)
     size = 3 * EXPERT_WIDTH * HIDDEN
@@ -351,6 +368,7 @@ def all_cases(kernels: KernelSet, rows: int, context: int) -> Iterator[Case]:
     yield from cache_cases(kernels, rows)
     yield from attention_cases(kernels, rows, context)
     yield from expert_cases(kernels, rows)
+    yield from kept_row_cases(kernels, rows)
     yield from engram_cases(kernels, rows)
     yield from sampling_cases(kernels, rows)
 
