@@ -131,6 +131,17 @@ class Linear(Protocol):
     def __call__(self, x: Tensor, weight: Any, *, out_dtype: torch.dtype) -> Tensor: ...
 
 
+class RoughLinear(Protocol):
+    """About x W^T, for scores that only propose: an implementation may round both operands to FP8 and y to bf16.
+
+    `weight` [N, K] bf16; x [T, K] model dtype; y [T, N] float32 or bf16.
+    """
+
+    def prepare(self, weight: Tensor) -> Any: ...
+
+    def __call__(self, x: Tensor, weight: Any) -> Tensor: ...
+
+
 class QuantizedLinear(Protocol):
     """y = x W^T with FP8 activations: E4M3 per row and 32 columns, scale 2^ceil(log2(max(amax, 1e-4) / 448)).
 
@@ -392,11 +403,11 @@ class CombineExperts(Protocol):
 class GumbelArgmax(Protocol):
     """Draw a token id a row from softmax(scores / temperature): arg-max of the quotient + noise, ties to the lower id.
 
-    `scores` [R, V] float32, -inf for excluded ids; `bias` [R, V] float32, added first; `temperatures` [R] float32: the
-    quotient is a true float32 division, then the noise is added in float32; 0 means no noise and no division, the
-    arg-max of the scores. `seeds`, `positions` [R] int64; 0 <= `purpose` < 256. Noise as in `reference/sampling.py`:
-    its words are the same everywhere, its float values up to a few last bits. Returns [R] int64; -1 for a row that has
-    a NaN, +inf or nothing but -inf.
+    `scores` [R, V] float32 (or bf16 with a bias), -inf for excluded ids; `bias` [R, V] float32, added first in float32;
+    `temperatures` [R] float32: the quotient is a true float32 division, then the noise is added in float32; 0 means no
+    noise and no division, the arg-max of the scores. `seeds`, `positions` [R] int64; 0 <= `purpose` < 256. Noise as in
+    `reference/sampling.py`: its words are the same everywhere, its float values up to a few last bits. Returns [R]
+    int64; -1 for a row that has a NaN, +inf or nothing but -inf.
     """
 
     def __call__(

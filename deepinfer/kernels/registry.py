@@ -122,6 +122,7 @@ class KernelSet:
     record_formats: ops.RecordFormats
     store_rows: ops.StoreRows
     linear: ops.Linear
+    rough_linear: ops.RoughLinear
     quantized_linear: ops.QuantizedLinear
     grouped_linear: ops.GroupedLinear
     rms_norm: ops.RMSNorm

@@ -106,8 +106,8 @@ class DraftInputs:
 
 @dataclass(slots=True, frozen=True)
 class DraftBlock:
-    """Of the K wanted drafts: `logits` [B, K, vocab_size] float32: row i, with the bias of token i, tells token i + 1
-    (token 0: the anchor). `hidden` [B, K, D] model dtype: what `DraftNetwork.confidence` reads.
+    """Of the K wanted drafts: `logits` [B, K, vocab_size] float32 or bf16: row i, with the bias of token i, tells token
+    i + 1 (token 0: the anchor). `hidden` [B, K, D] model dtype: what `DraftNetwork.confidence` reads.
     """
 
     logits: torch.Tensor

@@ -10,7 +10,7 @@ from support.op_cases import Bench, Check, same
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.casts import cast_fp8
-from deepinfer.kernels.nvidia.fp8_weights import dequantise, recast_fp4
+from deepinfer.kernels.nvidia.fp8_weights import dequantise, recast_fp4, round_to_fp8
 from deepinfer.kernels.nvidia.select import block_maxima, select_largest
 from deepinfer.kernels.ops import CandidateRule, PagedRows, Selection
 from deepinfer.kernels.reference.index_select import choose_entries
@@ -31,6 +31,17 @@ def check_recast(bench: Bench) -> None:
     assert recast_fp4(packed, scale) is None
     packed[1, 5, 32:48] = 0x80
     assert recast_fp4(packed, scale) is not None
+
+
+def check_rough_weights(bench: Bench) -> None:
+    """FP8 weights nearest to any numbers: those that FP8 has stay, each tile by its own power of two."""
+    exact = bench.normal(192, 256).to(torch.float8_e4m3fn).float()
+    exact[:128, :128] *= 2.0**-9
+    exact[130, 200], exact[3, 3] = 448.0, 448.0 * 2.0**-9
+    same(dequantise(round_to_fp8(exact)), exact)
+    values = bench.normal(192, 256, scale=0.02)
+    difference = (dequantise(round_to_fp8(values)) - values.float()).abs()
+    assert bool((difference <= values.float().abs() * 2.0**-4 + 2.0**-16).all())
 
 
 def check_cast(bench: Bench) -> None:
@@ -101,6 +112,7 @@ def check_block_sizes(bench: Bench) -> None:
 CHECKS: dict[str, Check] = {
     "cast": check_cast,
     "recast": check_recast,
+    "rough_weights": check_rough_weights,
     "fp4_tiles": check_fp4_tiles,
     "select": check_select,
     "flat_pool": check_flat_pool,

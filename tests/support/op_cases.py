@@ -279,6 +279,8 @@ def check_linear(bench: Bench) -> None:
         close(own.linear(x, own.linear.prepare(weight), out_dtype=dtype), given, bound)
     given = wanted.linear(x.float() / 3, wanted.linear.prepare(weight), out_dtype=torch.float32)
     close(own.linear(x.float() / 3, own.linear.prepare(weight), out_dtype=torch.float32), given, 1e-5)
+    given = wanted.rough_linear(x, wanted.rough_linear.prepare(weight))
+    close(own.rough_linear(x, own.rough_linear.prepare(weight)).float(), given, 6e-2)
     matrix = fp8_matrix(bench, sizes.expert_width, sizes.hidden)
     prepared = own.quantized_linear.prepare(*matrix)
     close(own.quantized_linear(x, prepared), wanted.quantized_linear(x, wanted.quantized_linear.prepare(*matrix)), 4e-3)
@@ -463,9 +465,12 @@ def check_sampling(bench: Bench) -> None:
     one[0, vocabulary - 1] = 0.0
     bias = bench.normal(rows, vocabulary, dtype=torch.float32)
     block = scores[:, None].expand(-1, 3, -1).contiguous()  # of a block of drafts: rows that do not lie side by side
-    added = bench.kernels.gumbel_argmax(block[:, 1], seeds, positions, temperatures, purpose=3, bias=bias)
-    wanted = bench.reference.gumbel_argmax(scores, seeds, positions, temperatures, purpose=3, bias=bias)
-    assert int((added != wanted).sum()) <= rows // 50
+    for dtype in (torch.float32, torch.bfloat16):
+        given = block.to(dtype)[:, 1], seeds, positions, temperatures
+        own_draws, wanted = (
+            kernels.gumbel_argmax(*given, purpose=3, bias=bias) for kernels in (bench.kernels, bench.reference)
+        )
+        assert int((own_draws != wanted).sum()) <= rows // 50
     for place, damage in enumerate((torch.nan, torch.inf)):
         broken = scores.clone()
         broken[1 + place, vocabulary // 2] = damage

@@ -58,6 +58,13 @@ def _linear(bench: Bench) -> Run:
     return lambda rows: [linear(x[rows], weight, out_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
 
 
+def _rough_linear(bench: Bench) -> Run:
+    sizes, linear = bench.sizes, bench.kernels.rough_linear
+    x = bench.normal(NUM_ROWS, sizes.hidden, dtype=bench.kernels.numerics.dtype)
+    weight = linear.prepare(bench.normal(sizes.experts, sizes.hidden))
+    return lambda rows: [linear(x[rows], weight)]
+
+
 def _quantized_linear(bench: Bench) -> Run:
     sizes, linear = bench.sizes, bench.kernels.quantized_linear
     x = bench.normal(NUM_ROWS, sizes.hidden, dtype=bench.kernels.numerics.dtype)
@@ -309,6 +316,7 @@ CASES: dict[str, Callable[[Bench], Run]] = {
     "record_formats": _record_formats,
     "store_rows": _store_rows,
     "linear": _linear,
+    "rough_linear": _rough_linear,
     "quantized_linear": _quantized_linear,
     "grouped_linear": _grouped_linear,
     "rms_norm": _rms_norm,

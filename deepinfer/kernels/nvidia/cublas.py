@@ -32,6 +32,17 @@ class Linear:
 
 
 @dataclass(slots=True, frozen=True)
+class RoughLinear:
+    """`ops.RoughLinear`, as exact as `Linear`."""
+
+    def prepare(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+@dataclass(slots=True, frozen=True)
 class QuantizedLinear:
     """`ops.QuantizedLinear`, its 1 x 32 activation scales included; the prepared weight is bf16 [N, K], exact."""
 
@@ -79,6 +90,7 @@ def _entry(op: str, build: Callable[[Numerics], Any]) -> Implementation:
 
 IMPLEMENTATIONS = (
     _entry("linear", lambda _: Linear()),
+    _entry("rough_linear", lambda _: RoughLinear()),
     _entry("quantized_linear", QuantizedLinear),
     _entry("grouped_linear", lambda _: GroupedLinear()),
 )

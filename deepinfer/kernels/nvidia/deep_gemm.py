@@ -23,8 +23,9 @@ from deepinfer.kernels.nvidia.casts import GROUP, cast_fp8, new_cast, store_cast
 from deepinfer.kernels.nvidia.expert_layout import ExpertLayout, lay_out_experts
 from deepinfer.kernels.nvidia.experts import ExpertMLP as TritonExperts
 from deepinfer.kernels.nvidia.experts import Fp4Experts
-from deepinfer.kernels.nvidia.fp8_weights import Fp8Weight, reblock_fp8, recast_fp4
+from deepinfer.kernels.nvidia.fp8_weights import Fp8Weight, reblock_fp8, recast_fp4, round_to_fp8
 from deepinfer.kernels.nvidia.gemm import QuantizedLinear as TritonLinear
+from deepinfer.kernels.nvidia.gemm import RoughLinear as TritonRoughLinear
 from deepinfer.kernels.nvidia.moe import SwiGLU, swiglu
 from deepinfer.kernels.nvidia.norm import RMSNorm
 from deepinfer.kernels.ops import ExpertRows, Numerics
@@ -51,8 +52,24 @@ def probe() -> None:
 def _product(x: tuple[Tensor, Tensor], weight: Fp8Weight) -> Tensor:
     codes, scales = x
     out = torch.empty(codes.shape[0], weight.codes.shape[0], dtype=torch.bfloat16, device=codes.device)
-    deep_gemm.fp8_gemm_nt((codes, scales), (weight.codes, weight.scale), out)
+    if len(codes):
+        deep_gemm.fp8_gemm_nt((codes, scales), (weight.codes, weight.scale), out)
     return out
+
+
+@dataclass(slots=True, frozen=True)
+class RoughLinear:
+    """`ops.RoughLinear` in FP8, rounded to bf16. Matrices that don't divide by 128 stay as they are."""
+
+    def prepare(self, weight: Tensor) -> Fp8Weight | Tensor:
+        if weight.shape[1] % GROUP or weight.shape[0] % 64:
+            return TritonRoughLinear().prepare(weight)
+        return round_to_fp8(weight)
+
+    def __call__(self, x: Tensor, weight: Fp8Weight | Tensor) -> Tensor:
+        if isinstance(weight, Tensor):
+            return TritonRoughLinear()(x, weight)
+        return _product(cast_fp8(x), weight)
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,8 +99,6 @@ class QuantizedLinear:
     def __call__(self, x: Tensor, weight: Fp8Weight | Tensor) -> Tensor:
         if isinstance(weight, Tensor):
             return TritonLinear(self.numerics)(x, weight)
-        if not len(x):
-            return torch.empty(0, weight.codes.shape[0], dtype=torch.bfloat16, device=x.device)
         return _product(cast_fp8(x), weight)
 
     def after_norm(self, x: Tensor, norm: Tensor, weight: Fp8Weight | Tensor, *, epsilon: float) -> Tensor:
@@ -290,6 +305,7 @@ def _entry(op: str, build: Callable[[Numerics], Any], *, released_numerics_only:
 
 
 IMPLEMENTATIONS = (
+    _entry("rough_linear", lambda _: RoughLinear(), released_numerics_only=False),
     _entry("quantized_linear", QuantizedLinear, released_numerics_only=True),
     _entry("grouped_linear", lambda _: GroupedLinear(), released_numerics_only=False),
     _entry("expert_mlp", ExpertMLP, released_numerics_only=True),

@@ -19,6 +19,7 @@ from deepinfer.kernels.nvidia.number_formats import decode_e8m0, widen_e2m1
 from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles
 
 _E4M3_MAX = 448.0
+_PIECE_ROWS = 64 * GROUP  # that are float32 at the same time
 
 
 @triton.jit
@@ -67,6 +68,12 @@ def reblock_fp8(weight: Tensor, scale: Tensor) -> tuple[Fp8Weight, Loss]:
     values = dequantize_fp8_tiles(weight, scale)
     blocked = _block(values)
     return blocked, _loss(values, blocked)
+
+
+def round_to_fp8(weight: Tensor) -> Fp8Weight:
+    """The nearest FP8 values of a matrix [N, K] of any numbers, K a multiple of 128; a piece at a time."""
+    pieces = [_block(piece.float()) for piece in weight.split(_PIECE_ROWS)]
+    return Fp8Weight(torch.cat([piece.codes for piece in pieces]), torch.cat([piece.scale for piece in pieces]))
 
 
 def recast_fp4(packed: Tensor, scale: Tensor) -> Fp8Weight | None:

@@ -80,6 +80,17 @@ class Linear:
 
 
 @dataclass(slots=True, frozen=True)
+class RoughLinear:
+    """`ops.RoughLinear`, as exact as `Linear`."""
+
+    def prepare(self, weight: Tensor) -> Tensor:
+        return weight.unsqueeze(0)
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        return matmul(x.unsqueeze(1), weight, torch.float32)
+
+
+@dataclass(slots=True, frozen=True)
 class QuantizedLinear:
     """`ops.QuantizedLinear`, its 1 x 32 activation scales included; the prepared weight is in the model dtype."""
 
@@ -115,6 +126,7 @@ class GroupedLinear:
 
 IMPLEMENTATIONS = (
     triton_kernel("linear", lambda _: Linear()),
+    triton_kernel("rough_linear", lambda _: RoughLinear()),
     triton_kernel("quantized_linear", QuantizedLinear),
     triton_kernel("grouped_linear", GroupedLinear),
 )

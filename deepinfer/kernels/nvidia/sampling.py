@@ -93,7 +93,7 @@ def _draw_kernel(
     for start in range(split * split_calls, (split + 1) * split_calls, CALLS):
         calls = start + tl.arange(0, CALLS)
         tokens = calls[:, None] * 4 + words
-        score = tl.load(scores_ptr + row * row_stride + tokens, mask=tokens < end, other=float("-inf"))
+        score = tl.load(scores_ptr + row * row_stride + tokens, mask=tokens < end, other=float("-inf")).to(tl.float32)
         if WITH_BIAS:
             score += tl.load(bias_ptr + row * vocabulary + tokens, mask=tokens < end, other=0.0)
         value = score

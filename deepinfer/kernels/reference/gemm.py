@@ -32,6 +32,17 @@ class Linear:
 
 
 @dataclass(slots=True, frozen=True)
+class RoughLinear:
+    """`ops.RoughLinear`, as exact as `Linear`."""
+
+    def prepare(self, weight: Tensor) -> Tensor:
+        return weight.float()
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        return matmul_rows(x.float(), weight)
+
+
+@dataclass(slots=True, frozen=True)
 class QuantizedLinear:
     """`ops.QuantizedLinear`; the prepared weight is float32 [N, K]."""
 
@@ -68,6 +79,7 @@ class GroupedLinear:
 
 IMPLEMENTATIONS = (
     implementation("linear", lambda _: Linear()),
+    implementation("rough_linear", lambda _: RoughLinear()),
     implementation("quantized_linear", QuantizedLinear),
     implementation("grouped_linear", GroupedLinear),
 )

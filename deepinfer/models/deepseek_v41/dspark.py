@@ -78,20 +78,21 @@ class DraftStage:
 
 
 class DraftNetwork:
-    """See `model_spec.DraftNetwork`. `embedding` and the prepared `head` are the target's."""
+    """See `model_spec.DraftNetwork`. `embedding` and `head` are the target's."""
 
     def __init__(
         self,
         config: ModelConfig,
         weights: DraftWeights,
         embedding: Tensor,
-        head: object,
+        head: Tensor,
         kernels: KernelSet,
         side: SideStream,
     ) -> None:
         self.block_size, self.num_experts = config.dspark_block_size, config.dspark_n_routed_experts
-        self.config, self.kernels, self.embedding, self.head = config, kernels, embedding, head
+        self.config, self.kernels, self.embedding = config, kernels, embedding
         self.window, self.norm = config.sliding_window, weights.norm
+        self.head = kernels.rough_linear.prepare(head)
         self.frequencies = window_frequencies(config, embedding.device)
         self.stages = [
             DraftStage(config, stage, stage_weights, kernels, side)
@@ -116,7 +117,7 @@ class DraftNetwork:
         residual = residual.settled(self.kernels)
         hidden = self.kernels.collapse_streams(residual.streams, residual.pre)
         normed = self.kernels.rms_norm(hidden, self.norm, epsilon=self.config.rms_norm_eps)
-        logits = self.kernels.linear(normed, self.head, out_dtype=torch.float32)
+        logits = self.kernels.rough_linear(normed, self.head)
         shape = (num_sequences, inputs.num_drafts)
         return DraftBlock(logits.unflatten(0, shape), hidden.unflatten(0, shape))
 

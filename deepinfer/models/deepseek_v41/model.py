@@ -103,7 +103,7 @@ class DeepseekV41:
         self.draft_rings = None if rings is None else DraftRings(config, rings, kernels)
         self.draft_network = None
         if draft is not None:
-            self.draft_network = DraftNetwork(config, draft, weights.embed, self.head, kernels, side)
+            self.draft_network = DraftNetwork(config, draft, weights.embed, weights.head, kernels, side)
         self.window_frequencies = window_frequencies(config, self.device)
         self.compressed_frequencies = compressed_frequencies(config, self.device)
         constants = {constants.layer_id: constants for constants in config.engram_constants()}
