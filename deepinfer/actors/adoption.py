@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
@@ -16,7 +15,7 @@ from ray.util.placement_group import remove_placement_group
 from deepinfer import __version__
 from deepinfer.actors.names import find_places, find_rank_actors
 from deepinfer.actors.rank_life import RankFacts, RankPlace, RankSource, RankState
-from deepinfer.actors.rank_processes import kill_processes, local_processes
+from deepinfer.actors.rank_processes import kill_processes, local_processes, wait_until_gone
 from deepinfer.errors import ClusterError
 from deepinfer.protocol import Role
 
@@ -105,7 +104,7 @@ def end_group(engine: str, group: FoundGroup, *, namespace: str) -> None:
     places = find_places(engine, group.role)
     if places is not None:
         remove_placement_group(places)
-    _, alive = psutil.wait_procs(processes, timeout=_END_SECONDS)
+    alive = wait_until_gone(processes, _END_SECONDS)
     deadline = time.monotonic() + _END_SECONDS
     while (left := find_rank_actors(engine, group.role, namespace=namespace)) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

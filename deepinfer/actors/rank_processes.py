@@ -1,15 +1,22 @@
-"""The processes of ranks on this node, ended by pid: Ray's own kill does not reach one that is frozen."""
+"""The processes of ranks on this node, ended by pid: Ray's own kill does not reach one that is frozen.
+
+A process that has ended and was not yet collected by its parent counts as gone: it holds nothing any more, and in a
+container whose first process collects nobody it stays for ever.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterable
 
 import psutil
 import ray
 
 from deepinfer.actors.rank_life import RankPlace
+
+_POLL_SECONDS = 0.05
 
 
 def local_processes(places: Iterable[RankPlace]) -> list[psutil.Process]:
@@ -30,3 +37,19 @@ def kill_processes(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         if process.is_running():  # same pid and same start time
             process.send_signal(signal.SIGKILL)
+
+
+def wait_until_gone(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait until all have ended, at most for `seconds`; return those that have not."""
+    deadline = time.monotonic() + seconds
+    while (left := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        processes = left
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -81,6 +82,7 @@ def take_over(orphans: Orphans, config: ClusterConfig, model_digest: str) -> Eng
         )
     check_joinable(config, model_digest, orphans.facts)
     _LOGGER.info("the driver of %s has died; a new one takes over its %d ranks", config.name, orphans.num_ranks)
+    begin = time.monotonic()
     num_ranks = {"prefill": orphans.facts.config.prefill.ranks, "decode": orphans.facts.config.decode.ranks}
     for group in orphans.groups:
         obstacle = group.obstacle(orphans.source, num_ranks[group.role] or 1)
@@ -93,6 +95,7 @@ def take_over(orphans: Orphans, config: ClusterConfig, model_digest: str) -> Eng
         program=orphans.source.program,
         detached=True,
     )
+    _LOGGER.info("the new driver has taken over in %.1f s", time.monotonic() - begin)
     return facts
 
 

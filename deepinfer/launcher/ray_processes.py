@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from deepinfer.actors.rank_processes import wait_until_gone
 from deepinfer.launcher.record import ProcessMark, living
 
 _TERM_SECONDS = 5.0
@@ -25,11 +26,11 @@ def stop_processes(folder: Path, marks: tuple[ProcessMark, ...]) -> list[str]:
     processes.pop(os.getpid(), None)
     for process in processes.values():
         _signal(process, terminate=True)
-    _, alive = psutil.wait_procs(processes.values(), timeout=_TERM_SECONDS)
-    for process in {process.pid: process for process in (*alive, *processes_of(folder))}.values():
+    alive = wait_until_gone(processes.values(), _TERM_SECONDS)
+    alive = list({process.pid: process for process in (*alive, *processes_of(folder))}.values())
+    for process in alive:
         _signal(process, terminate=False)
-    _, alive = psutil.wait_procs(alive, timeout=_KILL_SECONDS)
-    return [f"{process.pid} ({process.name()})" for process in alive if process.is_running()]
+    return [f"{process.pid} ({process.name()})" for process in wait_until_gone(alive, _KILL_SECONDS)]
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -56,10 +57,10 @@ def remove_record(config: ClusterConfig) -> None:
     _path(config).unlink(missing_ok=True)
 
 
-def mark_processes(pids: Iterable[int]) -> tuple[ProcessMark, ...]:
-    """Return marks of those processes of `pids` that live on this machine."""
+def mark_processes(processes: Iterable[tuple[str, int]]) -> tuple[ProcessMark, ...]:
+    """Return marks of those `processes`, each a machine's name and a pid there, that live on this machine."""
     found = []
-    for pid in pids:
+    for pid in (pid for node, pid in processes if node == platform.node()):
         try:
             found.append(ProcessMark(pid=pid, created=psutil.Process(pid).create_time()))
         except psutil.NoSuchProcess:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
 from deepinfer.actors.engine_facts import EngineFacts
 from deepinfer.actors.rank_life import RankProgram
+from deepinfer.actors.rank_processes import wait_until_gone
 from deepinfer.config import ClusterConfig
 from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.accelerator import resolve_for_ray, resolve_here
@@ -81,7 +81,7 @@ def bring_up(
             stop_ray(record, config.ray)
             remove_record(config)
         raise
-    record = msgspec.structs.replace(record, processes=mark_processes(ready.pid for ready in facts.ranks))
+    record = msgspec.structs.replace(record, processes=mark_processes((ready.node, ready.pid) for ready in facts.ranks))
     write_record(config, record)
     return record, facts
 
@@ -205,7 +205,7 @@ def _wait_for_predecessor(record: ClusterRecord) -> None:
     if not processes:
         return
     _LOGGER.info("waiting for %d processes of the last engine to end", len(processes))
-    _, alive = psutil.wait_procs(processes, timeout=_LEFTOVER_SECONDS)
+    alive = wait_until_gone(processes, _LEFTOVER_SECONDS)
     if alive:
         pids = ", ".join(str(process.pid) for process in alive)
         raise ClusterError(

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from ray import __version__ as ray_version
 
@@ -34,6 +35,7 @@ _LOGGER = get_logger("launcher")
 _PORT = 6379
 _DASHBOARD_PORT = 8265
 _COMMAND_SECONDS = 180.0
+_Answer = TypeVar("_Answer")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")  # as Kubernetes has them, and so Ray
 _VERSIONS = "import deepinfer, ray, socket; print(deepinfer.__version__, ray.__version__, socket.gethostname())"
 _STOP = (
@@ -69,10 +71,9 @@ def start_on_hosts(config: ClusterConfig) -> ClusterRecord:
         with phase(_LOGGER, f"start Ray on {len(hosts) - 1} more hosts"):
             _on_all(hosts[1:], start)
     except BaseException:
-        try:
-            stop_on_hosts(record, config.ray)
-        except ClusterError as error:
-            _LOGGER.warning("not everything that was started could be stopped: %s", error)
+        left = stop_on_hosts(record, config.ray)
+        if left:
+            _LOGGER.warning("not everything that was started could be stopped: %s", ", ".join(left))
         raise
     return record
 
@@ -128,14 +129,16 @@ def host_arguments(config: ClusterConfig, record: ClusterRecord, host: str) -> l
 
 
 def stop_on_hosts(record: ClusterRecord, config: RayConfig) -> list[str]:
-    """Stop the Ray of `record` on its hosts, the head last; return what stayed, with the host's name."""
+    """Stop the Ray of `record` on its hosts, the head last; return what stayed, with the host's name.
+
+    A host that can't be reached is warned of and left to itself: the others have to be stopped all the same.
+    """
     assert record.folder is not None
+    folder = record.folder
     left: list[str] = []
     for hosts in (record.hosts[1:], record.hosts[:1]):
-        for host, answer in zip(
-            hosts, _on_all(hosts, lambda host: _stop(config, host, str(record.folder))), strict=True
-        ):
-            left += [f"{host}: {line}" for line in answer.splitlines() if line.strip()]
+        for lines in _on_all(hosts, lambda host: _try_stop(config, host, folder)):
+            left += lines
     if not left:
         remove_folder(Path(record.folder))  # the token's copy on this machine
     return left
@@ -159,12 +162,21 @@ def _start(config: RayConfig, host: str, folder: Path, token: str, arguments: Se
     try:
         return _run(config, host, command)
     except ClusterError:
-        _stop(config, host, str(folder))
+        _try_stop(config, host, str(folder))
         raise
 
 
 def _stop(config: RayConfig, host: str, folder: str) -> str:
     return _run(config, host, [_python(config), "-c", _STOP, folder])
+
+
+def _try_stop(config: RayConfig, host: str, folder: str) -> list[str]:
+    try:
+        answer = _stop(config, host, folder)
+    except ClusterError as error:
+        _LOGGER.warning("nothing was stopped there; a Ray that still runs there ends without its head: %s", error)
+        return []
+    return [f"{host}: {line}" for line in answer.splitlines() if line.strip()]
 
 
 def _python(config: RayConfig) -> str:
@@ -190,7 +202,7 @@ def _run_shell(config: RayConfig, host: str, command: str, *, text: str = "") ->
     return done.stdout
 
 
-def _on_all(hosts: Sequence[str], work: Callable[[str], str]) -> list[str]:
+def _on_all(hosts: Sequence[str], work: Callable[[str], _Answer]) -> list[_Answer]:
     if not hosts:
         return []
     with ThreadPoolExecutor(max_workers=min(len(hosts), 32)) as pool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import psutil
 import pytest
 
 from deepinfer import __version__
@@ -50,8 +52,10 @@ def make_facts(config: ClusterConfig, *, digest: str = "same", version: str = __
 def test_a_record_is_found_again_and_forgotten(tmp_path: Path) -> None:
     config = make_config(f"cache_dir={tmp_path}", "name=one")
     assert read_record(config) is None
+    here, elsewhere = platform.node(), "another-machine"
+    processes = [(here, os.getpid()), (here, 2**30), (elsewhere, os.getppid())]
     record = ClusterRecord(
-        name="one", provider="local", address="1.2.3.4:5", token="/t", processes=mark_processes([os.getpid(), 2**30])
+        name="one", provider="local", address="1.2.3.4:5", token="/t", processes=mark_processes(processes)
     )
     write_record(config, record)
     assert read_record(config) == record
@@ -85,6 +89,28 @@ def test_only_processes_of_that_ray_are_ended(tmp_path: Path) -> None:
         for process in (*ours, *others):
             process.kill()
             process.wait()
+
+
+CARELESS = """
+import subprocess, sys, time
+ours = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *sys.stdin.readline().split()])
+print(ours.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_ended_process_that_nobody_collects_is_gone(tmp_path: Path) -> None:
+    """As in a container whose first process collects nobody."""
+    careless = [sys.executable, "-c", CARELESS]
+    with subprocess.Popen(careless, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        try:
+            parent.stdin.write(f"--dir={tmp_path}/session /lib/ray/raylet\n")
+            parent.stdin.flush()
+            pid = int(parent.stdout.readline())
+            assert stop_processes(tmp_path, ()) == []
+            assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        finally:
+            parent.kill()
 
 
 def test_an_equal_engine_is_joined_whatever_a_job_may_set_for_itself() -> None:
@@ -218,7 +244,7 @@ def test_a_slow_host_is_cleared_and_started_again(tmp_path: Path) -> None:
     body = f"""
 case "$*" in
   *" start --address"*) [ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; {SLOW}; exit 1; }};;
-  *" start --head"*) ;;
+  *" start --head"* | *stop_processes*) ;;
   *"import deepinfer, ray"*) echo {__version__} 2.60.0 $host;;
   *) exec sh -c "$*";;
 esac"""
@@ -232,6 +258,18 @@ esac"""
         ("two", "start"),
     ]  # fmt: skip
     assert stop_on_hosts(record, config.ray) == []
+
+
+def test_a_host_that_is_gone_does_not_keep_the_others_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    body = "[ $host != two ] || { echo no route >&2; exit 255; }"
+    config = make_config(
+        "ray.provider=ssh", "ray.hosts=[one, two, six]", f"ray.ssh_command=[{make_ssh(tmp_path, body)}]"
+    )
+    assert stop_on_hosts(host_record(config, folder=str(tmp_path / "none")), config.ray) == []
+    log = (tmp_path / "log").read_text().splitlines()
+    assert {line[:3] for line in log if "stop_processes" in line} == {"one", "two", "six"}
+    [warning] = [record.message for record in caplog.records]
+    assert warning.endswith("host two: exit code 255: no route")
 
 
 def test_hosts_are_reached_at_the_address_that_this_machine_knows_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
