@@ -10,8 +10,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from deepinfer import __version__
 from deepinfer.cli.options import AsJson, Cluster, Settings, Verbose, read_config
 from deepinfer.config import ENVIRONMENT, ClusterConfig, LoadedConfig, config_fields
@@ -19,6 +17,7 @@ from deepinfer.errors import ConfigError
 from deepinfer.kernels.registry import KernelChoice, choose_kernels
 from deepinfer.log import set_up_logging
 from deepinfer.platforms.devices import describe_devices, describe_toolchain
+from deepinfer.platforms.host_memory import host_memory
 from deepinfer.platforms.platform import detect_accelerator
 
 _PACKAGES = ("torch", "ray", "safetensors", "tokenizers", "deepseek-recipe", "xgrammar")
@@ -124,8 +123,8 @@ def _unused_packages() -> dict[str, str]:
 
 
 def _memory(cache_dir: Path) -> dict[str, Any]:
-    memory = psutil.virtual_memory()
-    facts = {"total": _gib(memory.total), "available": _gib(memory.available)}
+    memory = host_memory()
+    facts = {"total": _gib(memory.total_bytes), "available": _gib(memory.free_bytes)}
     if _SHARED_MEMORY.exists():
         facts["shared memory free (Ray's object store)"] = _gib(shutil.disk_usage(_SHARED_MEMORY).free)
     folder = next(path for path in (cache_dir, *cache_dir.parents) if path.exists())

@@ -9,6 +9,7 @@ from typing import TypeVar
 import psutil
 import torch
 
+from deepinfer.platforms.host_memory import host_memory
 from deepinfer.platforms.platform import MemoryInfo
 from deepinfer.platforms.worker import WorkerPiece, WorkerStream
 
@@ -64,10 +65,10 @@ class CpuPlatform:
         self._num_threads = num_threads
 
     def memory_info(self) -> MemoryInfo:
-        """Return the host's memory; free is what the system would hand out without swapping."""
-        memory = psutil.virtual_memory()
+        """Return the host's memory; free is what the system would hand out without swapping, or a container's limit."""
+        memory = host_memory()
         own_bytes = psutil.Process().memory_info().rss
-        return MemoryInfo(total_bytes=memory.total, free_bytes=memory.available, own_bytes=own_bytes)
+        return MemoryInfo(total_bytes=memory.total_bytes, free_bytes=memory.free_bytes, own_bytes=own_bytes)
 
     def open_stream(self, name: str) -> CpuStream:
         """Return a new stream; `name` names its thread."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from checkpoint_case import W16
@@ -14,7 +12,6 @@ from deepinfer.models.deepseek_v41.config_file import read_config
 from deepinfer.models.deepseek_v41.memory_need import (
     FreeMemory,
     MemoryNeed,
-    _container_bytes,
     check_memory,
     free_memory,
     memory_needed,
@@ -82,13 +79,3 @@ def test_free_memory_of_the_cpu() -> None:
     free = free_memory(torch.device("cpu"))
     assert free.device_bytes is None
     assert free.host_bytes > 0
-
-
-def test_a_container_limit_counts(tmp_path: Path) -> None:
-    assert _container_bytes(tmp_path) is None
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
-    assert _container_bytes(tmp_path) == 450
-    (tmp_path / "memory.max").write_text("max\n")
-    assert _container_bytes(tmp_path) is None

@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final
 
-import psutil
 import torch
 
 from deepinfer.errors import ConfigError
 from deepinfer.models.checkpoint_reads import STAGING_BYTES
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.tensor_table import DraftShare, Part, TensorSpec, rank_tensors, tensor_table
+from deepinfer.platforms.host_memory import host_memory
 
-_CGROUP: Final = Path("/sys/fs/cgroup")
 _CURES: Final = {
     "device": "Use more ranks, so that each holds fewer experts, or devices with more memory",
     "host": "Use more hosts or larger ones",
@@ -70,10 +68,7 @@ def table_bytes(config: ModelConfig) -> int:
 
 def free_memory(device: torch.device) -> FreeMemory:
     """Measure what is free on the host (the container's limit counts) and on `device`."""
-    host_bytes = psutil.virtual_memory().available
-    limited = _container_bytes(_CGROUP)
-    if limited is not None:
-        host_bytes = min(host_bytes, limited)
+    host_bytes = host_memory().free_bytes
     if device.type == "cpu":
         return FreeMemory(host_bytes, None)
     return FreeMemory(host_bytes, torch.accelerator.get_memory_info(device)[0])
@@ -110,19 +105,3 @@ def _gib(num_bytes: int) -> str:
 
 def _largest_share(spec: TensorSpec, num_shares: int) -> int:
     return -(-spec.shape[0] // num_shares) * (spec.num_bytes // spec.shape[0])
-
-
-def _container_bytes(cgroup: Path) -> int | None:
-    """Free bytes below the memory limit of this process's container (cgroup v2); None when there is no limit.
-
-    Cached file pages count as free: the kernel drops them first.
-    """
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    if limit == "max":
-        return None
-    return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
