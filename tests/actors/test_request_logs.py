@@ -6,9 +6,12 @@ import time
 from pathlib import Path
 
 import msgspec
+import pytest
 import ray
 from support.fake_cluster import collect, make_request
 from support.fake_engine import FAULT, Fault
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 
 def _lines_with(word: str) -> list[str]:
