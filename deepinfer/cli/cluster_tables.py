@@ -24,6 +24,8 @@ def memory_table(roles: Sequence[RoleMemory]) -> Table:
         table.add_column(f"{memory.role} ({memory.num_ranks} ranks)", justify="right")
     for part in dict.fromkeys(part for memory in roles for part in memory.weights):
         table.add_row(part, *(_gib(memory.weights.get(part, 0)) for memory in roles))
+    if any(memory.exchange_bytes for memory in roles):
+        table.add_row("exchange within a host", *(_gib(memory.exchange_bytes) for memory in roles))
     table.add_row("cache", *(_gib(memory.cache_bytes) for memory in roles))
     table.add_row("needed", *(_gib(memory.needed_bytes) for memory in roles))
     table.add_row("device", *(_gib(memory.device_bytes) for memory in roles))

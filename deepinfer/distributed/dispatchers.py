@@ -14,11 +14,11 @@ import torch
 
 from deepinfer.distributed.local_dispatcher import LocalDispatcher
 from deepinfer.distributed.process_groups import ProcessGroups
+from deepinfer.distributed.push_layout import MAX_PUSH_RANKS
 from deepinfer.distributed.token_dispatcher import ExchangeShape, TokenDispatcher
 from deepinfer.distributed.torch_dispatcher import TorchDispatcher
 from deepinfer.log import get_logger
 
-_MAX_PUSH_RANKS = 8  # buffers grow with ranks times rows
 _Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 _LOGGER = get_logger("exchange")
 
@@ -73,7 +73,7 @@ def open_dispatchers(
     """
     if groups is None:
         return Dispatchers(LocalDispatcher)
-    if device.type == "cuda" and groups.dispatch.num_ranks <= _MAX_PUSH_RANKS and _are_neighbours(groups, device):
+    if device.type == "cuda" and groups.dispatch.num_ranks <= MAX_PUSH_RANKS and _are_neighbours(groups, device):
         module = importlib.import_module("deepinfer.distributed.push_dispatcher")
         link = module.open_link(groups, shapes, device=device, timeout_seconds=timeout_seconds)
         if link is not None:

@@ -21,6 +21,7 @@ import torch
 from deepinfer.distributed.expert_order import first_expert
 from deepinfer.distributed.peer_memory import PeerMemory, open_peer_memory
 from deepinfer.distributed.process_groups import ProcessGroups
+from deepinfer.distributed.push_layout import FLAG_BYTES, ID_BYTES, WEIGHT_BYTES, Region, lay_out, link_bytes
 from deepinfer.distributed.token_dispatcher import Dispatched, ExchangeShape
 from deepinfer.errors import RankError
 from deepinfer.kernels.nvidia.push import meet, push_answers, push_rows
@@ -28,21 +29,7 @@ from deepinfer.kernels.ops import ExpertRows
 from deepinfer.log import get_logger
 
 _LOGGER = get_logger("exchange")
-_ALIGNMENT = 256
-_ID_BYTES, _WEIGHT_BYTES, _FLAG_BYTES = 8, 4, 8
 _POLLS_PER_SECOND = 1_000_000  # about: a look at the flags takes most of a microsecond
-
-
-@dataclass(slots=True, frozen=True)
-class _Region:
-    """Where the buffers of one shape begin, in bytes from the beginning of a rank's memory; `end` is behind them."""
-
-    shape: ExchangeShape
-    rows: int
-    ids: int
-    weights: int
-    answers: int
-    end: int
 
 
 class PushLink:
@@ -58,11 +45,11 @@ class PushLink:
         self.memory = memory
         self.timeout_seconds = timeout_seconds
         self.regions = {
-            (region.shape.columns, region.shape.row_bytes): region for region in _lay_out(shapes, self.num_ranks)
+            (region.shape.columns, region.shape.row_bytes): region for region in lay_out(shapes, self.num_ranks)
         }
         for region in self.regions.values():
             memory.own[region.ids : region.weights].fill_(255)  # -1: nothing has arrived
-        self._flags = memory.own[: self.num_ranks * _FLAG_BYTES].view(torch.int64)
+        self._flags = memory.own[: self.num_ranks * FLAG_BYTES].view(torch.int64)
         self._state = torch.zeros(2, dtype=torch.int64, device=device)
         self._alarm = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._is_rehearsal = False
@@ -107,7 +94,7 @@ class _Sent:
     """What `combine` must know of a dispatch: `expert_ids` [T, K] as they were given."""
 
     expert_ids: torch.Tensor
-    region: _Region
+    region: Region
 
 
 class PushDispatcher:
@@ -153,8 +140,8 @@ class PushDispatcher:
         own = link.memory.own
         return Dispatched(
             rows=own[region.rows :][: places * row_bytes].view(rows.dtype).view(places, rows.shape[1]),
-            expert_ids=own[region.ids :][: places * columns * _ID_BYTES].view(torch.int64).view(places, columns),
-            weights=own[region.weights :][: places * columns * _WEIGHT_BYTES].view(torch.float32).view(places, columns),
+            expert_ids=own[region.ids :][: places * columns * ID_BYTES].view(torch.int64).view(places, columns),
+            weights=own[region.weights :][: places * columns * WEIGHT_BYTES].view(torch.float32).view(places, columns),
             handle=_Sent(expert_ids, region),
         )
 
@@ -199,27 +186,3 @@ def open_link(
         return None
     _LOGGER.info("%d ranks push rows to each other, %.2f GiB of buffers each", group.num_ranks, num_bytes / 2**30)
     return link
-
-
-def link_bytes(shapes: Sequence[ExchangeShape], num_ranks: int) -> int:
-    """Return the bytes of memory that a link of `num_ranks` ranks takes on each of them."""
-    return _lay_out(shapes, num_ranks)[-1].end
-
-
-def _lay_out(shapes: Sequence[ExchangeShape], num_ranks: int) -> list[_Region]:
-    """Place the buffers of each shape behind the flags."""
-    regions: list[_Region] = []
-    end = _aligned(num_ranks * _FLAG_BYTES)
-    for shape in shapes:
-        places = num_ranks * shape.max_rows
-        rows = end
-        ids = rows + _aligned(places * shape.row_bytes)
-        weights = ids + _aligned(places * shape.columns * _ID_BYTES)
-        answers = weights + _aligned(places * shape.columns * _WEIGHT_BYTES)
-        end = answers + _aligned(shape.max_rows * shape.columns * shape.answer_bytes)
-        regions.append(_Region(shape, rows, ids, weights, answers, end))
-    return regions
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

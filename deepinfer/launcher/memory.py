@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepinfer.config import ClusterConfig
+from deepinfer.distributed.push_layout import MAX_PUSH_RANKS, link_bytes
 from deepinfer.errors import ConfigError
-from deepinfer.kernels.registry import select_kernels
+from deepinfer.kernels.registry import KernelSet, select_kernels
 from deepinfer.models.model_source import TINY_MODEL, resolve_model
 from deepinfer.models.model_spec import ModelSpec, WeightBytes
 from deepinfer.models.registry import load_spec, released_spec
 from deepinfer.platforms.host_memory import host_memory
 from deepinfer.protocol import Role
 from deepinfer.runtime.build_drafts import draft_bytes_per_slot, draft_use
-from deepinfer.runtime.device_memory import CPU_CACHE_BYTES, size_caches
+from deepinfer.runtime.device_memory import CPU_CACHE_BYTES, most_exchanged_rows, size_caches
 
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 # FP8 codes with one float32 a block of 128 x 128, over FP4 codes with a byte a group of 32.
@@ -26,12 +27,14 @@ class RoleMemory:
     """One rank of a role, in bytes. `num_tokens`: how many tokens its cache holds.
 
     `recast_bytes`: what the routed experts take more when a backend recasts them to FP8 (DeepGEMM on Hopper).
+    `exchange_bytes`: buffers that other ranks push rows into, where all of the role's are in one host.
     `host_table_bytes`: n-gram tables in host memory, once a node.
     """
 
     role: str
     num_ranks: int
     weights: dict[str, int]
+    exchange_bytes: int
     cache_bytes: int
     num_tokens: int
     recast_bytes: int
@@ -40,8 +43,8 @@ class RoleMemory:
 
     @property
     def needed_bytes(self) -> int:
-        """Weights as released, and the cache."""
-        return sum(self.weights.values()) + self.cache_bytes
+        """Weights as released, buffers of the exchange, and the cache."""
+        return sum(self.weights.values()) + self.exchange_bytes + self.cache_bytes
 
     @property
     def left_bytes(self) -> int | None:
@@ -91,17 +94,42 @@ def _role_memory(config: ClusterConfig, spec: ModelSpec, role: Role, device_byte
     num_drafts = min(config.speculative.max_draft_tokens, spec.draft_block_size)
     need = spec.weight_bytes(num_ranks=num_ranks, drafts=draft_use(role, num_drafts), tables=section.ngram_tables)
     weights, experts = need.device, need.experts
-    cache_bytes, num_tokens = _cache(config, spec, role, sum(weights.values()), device_bytes, num_drafts=num_drafts)
-    extra = _recast_bytes(config, role, need)
-    memory = RoleMemory(role, num_ranks, weights, cache_bytes, num_tokens, extra, device_bytes, need.host_tables)
+    exchange_bytes = _exchange_bytes(config, spec, role, num_ranks, num_drafts=num_drafts)
+    held_bytes = sum(weights.values()) + exchange_bytes
+    cache_bytes, num_tokens = _cache(config, spec, role, held_bytes, device_bytes, num_drafts=num_drafts)
+    memory = RoleMemory(
+        role=role,
+        num_ranks=num_ranks,
+        weights=weights,
+        exchange_bytes=exchange_bytes,
+        cache_bytes=cache_bytes,
+        num_tokens=num_tokens,
+        recast_bytes=_recast_bytes(config, role, need),
+        device_bytes=device_bytes,
+        host_table_bytes=need.host_tables,
+    )
     if memory.left_bytes is not None and memory.left_bytes < 0:
         raise ConfigError(
             f"a {role} rank needs {_gib(memory.needed_bytes)} (weights {_gib(sum(weights.values()))}, of these "
-            f"{experts} {_gib(weights[experts])}, cache {_gib(cache_bytes)}), its device has "
+            f"{experts} {_gib(weights[experts])}, exchange {_gib(exchange_bytes)}, cache {_gib(cache_bytes)}), its "
+            "device has "
             f"{_gib(memory.needed_bytes + memory.left_bytes)}; use more ranks or a smaller cache.memory_bytes",
             path=f"{role}.ranks",
         )
     return memory
+
+
+def _exchange_bytes(config: ClusterConfig, spec: ModelSpec, role: Role, num_ranks: int, *, num_drafts: int) -> int:
+    """Return what the exchange takes if all ranks are in one host; otherwise rows go through the hosts' memory."""
+    if config.accelerator != "nvidia" or not 1 < num_ranks <= MAX_PUSH_RANKS:
+        return 0
+    block_size = spec.draft_block_size if num_drafts else 0
+    shapes = spec.exchange_shapes(
+        _sizing_kernels(config),
+        max_rows=most_exchanged_rows(config, role, draft_block_size=block_size),
+        tables=(config.prefill if role == "prefill" else config.decode).ngram_tables,
+    )
+    return link_bytes(shapes, num_ranks)
 
 
 def _recast_bytes(config: ClusterConfig, role: Role, need: WeightBytes) -> int:
@@ -117,12 +145,12 @@ def _cache(
     config: ClusterConfig,
     spec: ModelSpec,
     role: Role,
-    weight_bytes: int,
+    held_bytes: int,
     device_bytes: int | None,
     *,
     num_drafts: int,
 ) -> tuple[int, int]:
-    """Return the bytes of a rank's caches and how many tokens they hold."""
+    """Return the bytes of a rank's caches and how many tokens they hold, beside `held_bytes` of the device."""
     budget = config.cache.memory_bytes
     if budget is None and config.accelerator == "cpu":
         budget = CPU_CACHE_BYTES
@@ -133,10 +161,10 @@ def _cache(
                 "or cache.memory_bytes",
                 path="cache.device_bytes",
             )
-        budget = int(max(0, device_bytes - weight_bytes) * config.cache.memory_fraction)
-    # All backends keep the records of the reference, so its sizes hold on every device.
-    kernels = select_kernels("cpu", numerics=config.kernels.numerics, batch_invariant=False, overrides={})
-    groups = spec.kv_groups(kernels, tokens_per_block=config.cache.block_size, with_drafts=num_drafts > 0)
+        budget = int(max(0, device_bytes - held_bytes) * config.cache.memory_fraction)
+    groups = spec.kv_groups(
+        _sizing_kernels(config), tokens_per_block=config.cache.block_size, with_drafts=num_drafts > 0
+    )
     size = size_caches(
         groups,
         budget_bytes=budget,
@@ -148,6 +176,11 @@ def _cache(
         (size.num_blocks[group.name] - 1) * group.tokens_per_block for group in groups if group.kind == "paged"
     )
     return size.num_bytes, num_tokens
+
+
+def _sizing_kernels(config: ClusterConfig) -> KernelSet:
+    """Return the reference, whose records and rows all backends have, so that its sizes hold on every device."""
+    return select_kernels("cpu", numerics=config.kernels.numerics, batch_invariant=False, overrides={})
 
 
 def _gib(num_bytes: int) -> str:

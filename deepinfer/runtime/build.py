@@ -34,7 +34,7 @@ from deepinfer.runtime.build_drafts import (
     draft_use,
     num_draft_tokens,
 )
-from deepinfer.runtime.device_memory import CacheSize, cache_budget, size_caches
+from deepinfer.runtime.device_memory import CacheSize, cache_budget, most_exchanged_rows, size_caches
 from deepinfer.runtime.load_progress import LoadReporter
 from deepinfer.runtime.measure_costs import Room
 from deepinfer.runtime.model_runner import ModelRunner
@@ -163,9 +163,8 @@ class _Builder:
         """Prepare the exchange of rows with the other ranks; a collective."""
         if self.stand_in is not None:
             return Dispatchers(self.stand_in.dispatchers)
-        max_rows = self.config.prefill.max_tokens_per_step
-        if self.role == "decode":  # of a step or a draft pass, which has a whole block of drafts and their anchor
-            max_rows = (self.max_running + 1) * (1 + (spec.draft_block_size if num_drafts else 0))
+        block_size = spec.draft_block_size if num_drafts else 0
+        max_rows = most_exchanged_rows(self.config, self.role, draft_block_size=block_size)
         return open_dispatchers(
             groups,
             spec.exchange_shapes(kernels, max_rows=max_rows, tables=self._section.ngram_tables),

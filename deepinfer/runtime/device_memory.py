@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from deepinfer.config import CacheConfig
+from deepinfer.config import CacheConfig, ClusterConfig
 from deepinfer.errors import ConfigError
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.platforms.platform import Platform
+from deepinfer.protocol import Role
 from deepinfer.runtime.slot_table import TOKEN_BYTES
 
 CPU_CACHE_BYTES: Final = 256 * 1024 * 1024
@@ -42,6 +43,16 @@ def cache_budget(config: CacheConfig, platform: Platform, *, ranks_per_device: i
         message = f"{config.memory_bytes} bytes are asked for, {free}"
         raise ConfigError(message, path="cache.memory_bytes")
     return config.memory_bytes
+
+
+def most_exchanged_rows(config: ClusterConfig, role: Role, *, draft_block_size: int) -> int:
+    """Return how many rows a rank sends to experts in a pass at the most: of a step, or of a draft pass.
+
+    That one has a whole block of drafts for each sequence, and its anchor; `draft_block_size` 0: there is none.
+    """
+    if role == "prefill":
+        return config.prefill.max_tokens_per_step
+    return (config.decode.max_running + 1) * (1 + draft_block_size)
 
 
 def size_caches(

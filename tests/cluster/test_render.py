@@ -126,7 +126,7 @@ def test_the_arithmetic_in_the_comments_is_right() -> None:
 
 def test_what_cannot_fit_is_refused_with_the_sums(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["render", str(FOLDER / "h200-8.yaml"), "--set", "prefill.ranks=2"]) == 2
-    assert "prefill.ranks: a prefill rank needs 171.8 GiB" in capsys.readouterr().err
+    assert "prefill.ranks: a prefill rank needs 172.3 GiB" in capsys.readouterr().err
     assert run_command(["render", str(FOLDER / "h200-8.yaml")]) == 0
     assert "routed experts" in capsys.readouterr().err
 
@@ -181,6 +181,18 @@ def test_experts_that_few_rows_of_a_prompt_reach_are_not_recast() -> None:
         pytest.approx([0.5, 1, 1])
     )
     assert cut[1].recast_bytes == int(cut[1].weights[experts] * per_byte)
+
+
+def test_buffers_of_the_exchange_within_a_host_are_counted() -> None:
+    """Four ranks with 4,096 rows of 10,240 bytes: one from each, and six answers of its own; 4 + 4 GPUs of a host."""
+    prefill, decode = rank_memory(read("h200-8"))
+    row_bytes = 5120 * 2
+    rows, answers = 4 * 4096 * (row_bytes + 6 * (8 + 4)), 4096 * 6 * row_bytes
+    assert prefill.exchange_bytes >= rows + answers
+    assert prefill.needed_bytes == sum(prefill.weights.values()) + prefill.exchange_bytes + prefill.cache_bytes
+    assert decode.exchange_bytes > 0
+    (alone, _), (_, wide) = rank_memory(read("h200-1")), rank_memory(read("sm100-64"))
+    assert (alone.exchange_bytes, wide.exchange_bytes) == (0, 0)
 
 
 def test_tables_stand_where_they_are_put() -> None:

@@ -17,7 +17,8 @@ import torch.multiprocessing as multiprocessing
 from support.exchanges import EXPERTS, Exchange, answers_of, arrivals, combined, exchange_of, expected_arrivals
 
 from deepinfer.distributed.peer_memory import PeerMemory
-from deepinfer.distributed.push_dispatcher import PushDispatcher, PushLink, link_bytes
+from deepinfer.distributed.push_dispatcher import PushDispatcher, PushLink
+from deepinfer.distributed.push_layout import link_bytes
 from deepinfer.distributed.token_dispatcher import ExchangeShape
 from deepinfer.errors import RankError
 from deepinfer.kernels.ops import ExpertRows
