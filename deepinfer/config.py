@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,6 +257,17 @@ _POSITIVE = (
 )
 
 
+_EXPECTED = re.compile(r"Expected `(.+)`, got `.+`")
+_TYPE_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "array": "a list",
+    "object": "a mapping",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
     """A config and where each value that is no default came from (dotted path -> "file", variable or "--set")."""
@@ -350,7 +362,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no valid YAML: {error}") from error
+        raise ConfigError(f"{file} is no valid YAML: {_yaml_fault(error)}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -358,6 +370,13 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     if isinstance(tree.get("model"), str):
         tree["model"] = {"path": tree["model"]}
     return tree
+
+
+def _yaml_fault(error: yaml.YAMLError) -> str:
+    """Return what is wrong and where, in one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 def _read_environment(environ: Mapping[str, str]) -> list[tuple[EnvironmentVariable, Any]]:
@@ -409,14 +428,26 @@ def _assign(tree: dict[str, Any], path: str, value: Any) -> None:
 
 def _convert(tree: dict[str, Any], sources: Mapping[str, str]) -> ClusterConfig:
     _refuse_unknown(tree, ClusterConfig, "")
-    _refuse_unknown_words(tree, ClusterConfig, "", sources)
     _spell_off(tree, ClusterConfig)
+    _refuse_unknown_words(tree, ClusterConfig, "", sources)
     try:
         return msgspec.convert(tree, ClusterConfig)
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `")
         path = place.rstrip("`").removeprefix("$").removeprefix(".")
-        raise ConfigError(message, path=path or None) from error
+        raise ConfigError(_type_fault(message, tree, path), path=_named(path, sources)) from error
+
+
+def _type_fault(message: str, tree: dict[str, Any], path: str) -> str:
+    """Return msgspec's `message` about the value at `path` in a user's words, with the value."""
+    expected = _EXPECTED.match(message)
+    value: Any = tree
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    if expected is None or value is None:
+        return message
+    kinds = [_TYPE_WORDS.get(kind, kind) for kind in expected[1].split(" | ") if kind != "null"]
+    return f"must be {' or '.join(kinds)}, not {value!r}"
 
 
 def _refuse_unknown(tree: dict[str, Any], struct: type[msgspec.Struct], prefix: str) -> None:
@@ -435,12 +466,14 @@ def _refuse_unknown(tree: dict[str, Any], struct: type[msgspec.Struct], prefix: 
 def _refuse_unknown_words(
     tree: dict[str, Any], struct: type[msgspec.Struct], prefix: str, sources: Mapping[str, str]
 ) -> None:
-    """Refuse a text that is none of an option's words, with the words that are."""
+    """Refuse what is none of an option's words, with the words that are."""
     for field in msgspec.structs.fields(struct):
-        value, path = tree.get(field.name), f"{prefix}{field.name}"
+        if field.name not in tree:
+            continue
+        value, path = tree[field.name], f"{prefix}{field.name}"
         if isinstance(value, dict) and isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             _refuse_unknown_words(value, field.type, f"{path}.", sources)
-        elif isinstance(value, str) and get_origin(field.type) is Literal and value not in get_args(field.type):
+        elif get_origin(field.type) is Literal and value not in get_args(field.type):
             words = ", ".join(get_args(field.type))
             raise ConfigError(f"{value!r} is not known; use {words}", path=_named(path, sources))
 

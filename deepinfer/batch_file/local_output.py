@@ -44,6 +44,8 @@ class LocalOutput:
     def __init__(self, path: Path, *, model_digest: str, settings: Mapping[str, Any], resume: bool) -> None:
         if path.is_dir():
             raise ConfigError(f"{path} is a folder; name a file", path="--output")
+        if not path.parent.is_dir():
+            raise ConfigError(f"there is no folder {path.parent} for {path.name}; make it first", path="--output")
         self.path = path
         self._retry_path = path.with_name(path.name + ".retry")
         self._state = StateFile(path.with_name(path.name + ".state"), output=path)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from deepinfer.cli.bench_report import Report, print_report, print_scheduling, report_json
-from deepinfer.cli.options import Address, Cluster, Model, Settings, Verbose, load_options, log_level
+from deepinfer.cli.options import Address, Cluster, ClusterSettings, Model, Settings, Verbose, load_options, log_level
 from deepinfer.cli.run import run
 from deepinfer.config import DEFAULT_MODEL, ClusterConfig, resolve
 from deepinfer.errors import ConfigError
@@ -72,7 +72,7 @@ def decode(
         float, typer.Option("--acceptance", min=1.0, help="Tokens a pass to reckon with: random weights accept none.")
     ] = 3.25,
     model: Model = None,
-    cluster: Cluster = None,
+    cluster: ClusterSettings = None,
     ranks: Ranks = None,
     layers: Layers = None,
     steps: Steps = 20,
@@ -99,7 +99,7 @@ def decode(
 def prefill(
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of each prompt.")] = 4096,
     model: Model = None,
-    cluster: Cluster = None,
+    cluster: ClusterSettings = None,
     ranks: Ranks = None,
     layers: Layers = None,
     steps: Steps = 10,

@@ -47,7 +47,8 @@ def verify(directory: Directory, verbose: Verbose = False) -> None:
     for deviation in deviations:
         print(deviation)
     if deviations:
-        print(f"{directory}: {len(deviations)} deviations", file=sys.stderr)
+        plural = "s" if len(deviations) > 1 else ""
+        print(f"{directory}: {len(deviations)} deviation{plural}", file=sys.stderr)
         raise typer.Exit(EXIT_DEVIATIONS)
     print(f"{directory}: no deviations")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer import __version__
-from deepinfer.cli.options import AsJson, Cluster, Settings, Verbose, read_config
+from deepinfer.cli.options import AsJson, ClusterSettings, Settings, Verbose, read_config
 from deepinfer.config import ENVIRONMENT, ClusterConfig, LoadedConfig, config_fields
 from deepinfer.errors import ConfigError
 from deepinfer.kernels.registry import KernelChoice, choose_kernels
@@ -32,7 +32,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def doctor(
-    cluster: Cluster = None, settings: Settings = None, as_json: AsJson = False, verbose: Verbose = False
+    cluster: ClusterSettings = None, settings: Settings = None, as_json: AsJson = False, verbose: Verbose = False
 ) -> None:
     """Show accelerators, packages, the kernels that would run, memory, and the settings in force with their source.
 

@@ -15,11 +15,13 @@ from deepinfer.llm import LLM
 from deepinfer.log import set_up_logging
 from deepinfer.outputs import ChatOptions, Row
 from deepinfer.protocol import SamplingParams
+from deepinfer.scheduler.sampling_params import check_sampling
+from deepinfer.schema_check import grammar_of_so_args
 from deepinfer.tokenizer import OutputDelta
 
 
 def generate(
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One or more prompts.")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="One or more prompts.")],
     model: Model = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user's message.")] = False,
     thinking: Annotated[
@@ -64,6 +66,7 @@ def generate(
         seq_seed=seed,
         so_args=_so_args(json_schema, regex, ebnf),
     )
+    _check(params)
     with LLM(cluster=config, attach=cluster is not None) as llm:
         for prompt in prompts:
             if chat:
@@ -72,6 +75,13 @@ def generate(
             else:
                 row = Row(tag=0, prompt=prompt, params=params)
             _print_answer(llm.stream_row(row))
+
+
+def _check(params: SamplingParams) -> None:
+    """Raise RequestError before anything is started. No option names a token id, so no vocabulary is needed."""
+    check_sampling(params, vocab_size=0, max_logprobs=None)
+    if params.so_args is not None:
+        grammar_of_so_args(params.so_args)
 
 
 def _print_answer(pieces: Iterator[OutputDelta]) -> None:
@@ -107,5 +117,7 @@ def _so_args(json_schema: Path | None, regex: str | None, ebnf: Path | None) -> 
 def _read(file: Path, option: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read {file}: {error}", path=option) from error
+    except OSError as error:
+        raise ConfigError(f"can't read {file}: {error.strerror}", path=option) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is no UTF-8 text ({error}); save it as UTF-8", path=option) from error

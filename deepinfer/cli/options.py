@@ -29,6 +29,10 @@ Cluster = Annotated[
         show_default=False,
     ),
 ]
+ClusterSettings = Annotated[
+    Path | None,
+    typer.Option("--cluster", metavar="FILE", help="Cluster file whose settings hold.", show_default=False),
+]
 Address = Annotated[
     str | None,
     typer.Option("--address", metavar="ADDRESS", help="Address of a running Ray to use.", show_default=False),

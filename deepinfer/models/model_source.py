@@ -32,7 +32,8 @@ def resolve_model(model: str, *, revision: str | None, cache_dir: Path) -> Path:
     if path.exists():
         raise ConfigError(f"{model} is a file; name the directory that holds config.json", path="model.path")
     if path.is_absolute() or not _REPOSITORY.fullmatch(model) or model.startswith("."):
-        raise ConfigError(f"{model!r} is no directory and no owner/name of a repository", path="model.path")
+        message = f"{model!r} is no directory and no owner/name of a repository; the built-in model is {TINY_MODEL!r}"
+        raise ConfigError(message, path="model.path")
     return _download(model, revision)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from deepinfer.cli import checkpoint, doctor
+from deepinfer.cli import generate as generate_module
 from deepinfer.cli import run as run_module
 from deepinfer.cli.main import SUBCOMMANDS, run_command
 from deepinfer.config import ClusterConfig
@@ -52,7 +53,8 @@ class _Engines:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> _Engines:
     fake = _Engines()
-    monkeypatch.setattr(run_module, "LLM", fake)
+    for module in (run_module, generate_module):
+        monkeypatch.setattr(module, "LLM", fake)
     return fake
 
 
@@ -132,7 +134,12 @@ USAGE_ERRORS = [
     (["run", "-i", "in", "-o", "out", "--max-in-flight", "0"], "--max-in-flight"),
     (["run", "-i", "in", "-o", "out", "--cluster", "no.yaml"], "can't read the config file no.yaml"),
     (["run", "-i", "in", "-o", "out", "--set", "model=./nomodel"], "model.path: './nomodel' is no directory"),
-    (["run", "-i", "in", "-o", "nowhere/out"], "can't write"),
+    (["run", "-i", "in", "-o", "out", "--model", "tinny"], "owner/name of a repository; the built-in model is 'tiny'"),
+    (["run", "-i", "in", "-o", "nowhere/out"], "nowhere for out; make it first"),
+    (["generate", "x", "--temperature", "-1"], "temperature: -1.0 is not allowed, use a number from 0"),
+    (["generate", "x", "--regex", "a", "--json-schema", "no.json"], "--json-schema: can't read no.json: No such file"),
+    (["generate", "x", "--regex", "a("], "so_args"),
+    (["generate", "x", "--regex", "a", "--ebnf", "in"], "only one of them can hold"),
     (["runn"], "No such command"),
     (["checkpoint", "tiny", "."], "is not an empty directory"),
 ]
@@ -209,7 +216,9 @@ def test_checkpoint_tiny_is_good_and_a_broken_one_exits_3(tmp_path: Path, capsys
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(100_000)
     assert run_command(["checkpoint", "verify", str(folder)]) == 3
-    assert "model.safetensors" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "model.safetensors" in printed.out
+    assert printed.err.endswith("tiny: 1 deviation\n")
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["checkpoint", "tiny", "t"], ["checkpoint", "verify", "t"]])

@@ -54,7 +54,7 @@ def test_order_of_strength(tmp_path: Path) -> None:
     [
         ("decod: {}", "decod: unknown key; did you mean decode?"),
         ("decode: {rank: 4}", "decode.rank: unknown key; did you mean ranks?"),
-        ("decode: {ranks: four}", "decode.ranks: Expected `int | null`, got `str`"),
+        ("decode: {ranks: four}", "decode.ranks: must be a whole number, not 'four'"),
         ("decode: 4", "decode: must be a section with fields, not 4"),
         ("decode: {ranks: 0}", "decode.ranks: must be above 0 and finite, not 0"),
         ("scheduler: {publish_seconds: .nan}", "scheduler.publish_seconds: must be above 0 and finite, not nan"),
@@ -65,7 +65,11 @@ def test_order_of_strength(tmp_path: Path) -> None:
         ("experts: {rebalance: true}", "experts.rebalance: True is not available yet; leave it out or set False"),
         ("accelerator: ascend", "accelerator: 'ascend' is not available yet; use 'nvidia' or 'cpu'"),
         ("- a list", "must hold a mapping of sections, not a list"),
-        ("a: [", "is no valid YAML"),
+        ("a: [", "is no valid YAML: line 1, column 5: expected the node content, but found '<stream end>'"),
+        ("a: \x00", "is no valid YAML: unacceptable character #x0000"),
+        ("cache: {memory_fraction: much}", "cache.memory_fraction: must be a number, not 'much'"),
+        ("ray: {hosts: one}", "ray.hosts: must be a list, not 'one'"),
+        ("decode: {graphs: true}", "decode.graphs: True is not known; use auto, off"),
     ],
 )
 def test_yaml_errors_name_path_and_cure(tmp_path: Path, text: str, expected: str) -> None:
@@ -141,7 +145,8 @@ def test_off_is_a_word_where_it_is_a_value(tmp_path: Path) -> None:
     file = _write(tmp_path, "model: {prefill_truncation: off}\nray: {dashboard: off}\n")
     config = load_config(file, environ={}).config
     assert (config.model.prefill_truncation, config.ray.dashboard) == ("off", False)
-    assert "model.prefill_truncation: Expected `str`, got `bool`" in _message(settings=["model.prefill_truncation=on"])
+    wrong = _message(settings=["model.prefill_truncation=on"])
+    assert wrong == "model.prefill_truncation: True is not known; use off, compact"
 
 
 def test_bad_settings() -> None:

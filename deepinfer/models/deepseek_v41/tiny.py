@@ -52,7 +52,7 @@ def write_tiny(directory: Path, seed: int = 0) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         _write_files(directory, seed)
     except OSError as error:
-        raise ConfigError(f"can't write the tiny checkpoint to {directory}: {error}") from None
+        raise ConfigError(f"can't write the tiny checkpoint to {directory}: {error.strerror}") from None
 
 
 def tiny_directory(cache_dir: Path) -> Path:
@@ -67,14 +67,14 @@ def tiny_directory(cache_dir: Path) -> Path:
         cache_dir.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=cache_dir))
     except OSError as error:
-        raise ConfigError(f"can't write the tiny checkpoint to {cache_dir}: {error}") from None
+        raise ConfigError(f"can't write the tiny checkpoint to {cache_dir}: {error.strerror}") from None
     try:
         write_tiny(draft)
         draft.chmod(0o755)
         draft.rename(target)
     except OSError as error:
         if not target.is_dir():  # else another process was first, with the same bits
-            raise ConfigError(f"can't write the tiny checkpoint to {target}: {error}") from None
+            raise ConfigError(f"can't write the tiny checkpoint to {target}: {error.strerror}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target
