@@ -6,6 +6,7 @@ They are forked from a server that has imported torch once and started no thread
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import queue
 import time
@@ -79,7 +80,8 @@ def run_processes(
     """Return what `worker(place, argument)` returned on each rank, by rank; fails when one of them raised.
 
     `start_method` "spawn": for workers that use a GPU, which a forked process can't. `one_gpu_each`: a rank sees only
-    the GPU of its number, from its first import on, since some packages count GPUs while they are imported.
+    the GPU of its number among those that this process may use, from its first import on, since some packages count
+    GPUs while they are imported.
     """
     store, port = open_store("127.0.0.1")
     context = multiprocessing.get_context(start_method)
@@ -91,7 +93,7 @@ def run_processes(
     for process, place in zip(processes, places, strict=True):
         with pytest.MonkeyPatch.context() as patch:
             if one_gpu_each:
-                patch.setenv("CUDA_VISIBLE_DEVICES", str(place.rank))
+                patch.setenv("CUDA_VISIBLE_DEVICES", _gpu_name(place.rank))
             process.start()
     results: dict[int, Any] = {}
     try:
@@ -107,6 +109,12 @@ def run_processes(
             process.kill()
     del store
     return [results[rank] for rank in range(num_ranks)]
+
+
+def _gpu_name(number: int) -> str:
+    """The `number`-th of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(number) if allowed is None else allowed.split(",")[number].strip()
 
 
 def run_ranks(
