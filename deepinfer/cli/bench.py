@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -194,12 +195,26 @@ def _run(
     if case.num_tokens > model.max_position_embeddings:
         raise ConfigError(f"{case.num_tokens} tokens are above the model's {model.max_position_embeddings}")
     spec = cast("ModelSpec", RandomSpec(model))
+    _check_group(case, spec)
     times = run_bench(case, config, spec, _tokenizer(model))
     report = Report(case, model.num_layers, tokens, times, step_costs(model, shape))
     print_report(report, _console())
     if json_file is not None:
         content = report_json(report) | {"config": msgspec.to_builtins(config), "model": msgspec.to_builtins(model)}
         json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _check_group(case: BenchCase, spec: ModelSpec) -> None:
+    """Raise ConfigError for more ranks than experts, or shares that are not one of each expert of the rank."""
+    num_local = spec.num_experts // case.num_ranks  # of rank 0
+    if num_local == 0:
+        raise ConfigError(f"{case.num_ranks} are more than the model's {spec.num_experts} experts", path="--ranks")
+    shares = case.shares
+    if shares is not None and len(shares) != num_local:
+        raise ConfigError(
+            f"{len(shares)} numbers for the {num_local} experts of one of {case.num_ranks} ranks; write {num_local}",
+            path="--skew",
+        )
 
 
 def _console() -> Console:
@@ -224,6 +239,9 @@ def _shares(file: Path | None) -> tuple[float, ...] | None:
         return None
     try:
         shares: Any = json.loads(file.read_text(encoding="utf-8"))
-        return tuple(msgspec.convert(shares, list[float], strict=False))
+        found = tuple(msgspec.convert(shares, list[float], strict=False))
     except (OSError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"{file} is no JSON list of numbers: {error}", path="--skew") from None
+    if not 0 < sum(found) < math.inf or min(found) < 0:
+        raise ConfigError(f"{file} has {list(found)}; write finite numbers from 0 on, not all 0", path="--skew")
+    return found

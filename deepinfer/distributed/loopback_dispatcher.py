@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from deepinfer.distributed.expert_order import first_expert
@@ -20,7 +22,7 @@ class LoopbackDispatcher:
     Left out: the exchange itself, both ways, and waiting for slower ranks. A received row is also one of T rows that
     lie close together, where in a group nearly all T * K would be different ones.
 
-    `shares` [E]: how the rows are spread over the local experts, in place of equally (any positive unit).
+    `shares` [E]: how the rows are spread over the local experts, in place of equally (in any unit; 0: it gets none).
     """
 
     batch_invariant = True
@@ -58,6 +60,7 @@ class LoopbackDispatcher:
 def deal(count: int, shares: tuple[float, ...]) -> torch.Tensor:
     """Return int64 [count]: which of the hands each card goes to, so that every beginning is dealt by `shares`."""
     total = sum(shares)
-    dues = [(torch.arange(1 + int(count * share / total)) + 0.5) * (total / share) for share in shares]
+    periods = [total / share if share else math.inf for share in shares]
+    dues = [(torch.arange(1 + int(count / period)) + 0.5) * period for period in periods]
     hands = torch.repeat_interleave(torch.arange(len(shares)), torch.tensor([len(due) for due in dues]))
     return hands[torch.cat(dues).argsort(stable=True)[:count]]

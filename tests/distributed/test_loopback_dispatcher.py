@@ -31,6 +31,12 @@ def test_a_skew_is_kept_to_and_the_number_of_rows_stays() -> None:
     assert counts(sent.expert_ids, 2) == [24, 8]
 
 
+def test_an_expert_without_a_share_gets_nothing() -> None:
+    dispatcher = LoopbackDispatcher(12, rank=1, num_ranks=4, shares=(3.0, 0.0, 1.0))
+    sent = dispatcher.dispatch(torch.randn(16, 4), chosen(16, 2, 12), torch.rand(16, 2))
+    assert counts(sent.expert_ids, 3) == [24, 0, 8]
+
+
 def test_padding_rows_are_sent_to_nobody() -> None:
     dispatcher = LoopbackDispatcher(8, rank=0, num_ranks=4)
     expert_ids = chosen(6, 2, 8)

@@ -73,11 +73,31 @@ def test_every_simulated_request_gets_all_its_tokens() -> None:
     assert cost.num_rounds >= 6
 
 
-def test_a_skew_file_that_is_no_list_of_numbers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"a": 1}', "is no JSON list of numbers"),
+        ("[1, 2, 3]", "3 numbers for the 4 experts of one of 4 ranks"),
+        ("[2, -1]", "write finite numbers from 0 on"),
+        ("[0, 0]", "not all 0"),
+        ("[1, Infinity]", "write finite numbers"),
+        ("[]", "write finite numbers"),
+    ],
+)
+def test_a_skew_that_can_not_be_is_refused(
+    content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "skew.json"
-    file.write_text('{"a": 1}')
-    assert run_command(["bench", "decode", *SMALL, "--skew", str(file)]) == 2
-    assert "--skew" in capsys.readouterr().err
+    file.write_text(content)
+    assert run_command(["bench", "decode", *SMALL, "--context", "70", "--skew", str(file)]) == 2
+    printed = capsys.readouterr().err
+    assert "--skew" in printed
+    assert said in printed
+
+
+def test_more_ranks_than_experts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["bench", "decode", "--model", "tiny", "--context", "70", "--ranks", "17"]) == 2
+    assert "--ranks: 17 are more than the model's 16 experts" in capsys.readouterr().err
 
 
 def test_the_rest_of_the_measurement_ends_with_a_failed_request() -> None:
