@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,16 +27,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Name the test's faults and its group.
-
-    `-k p04` finds a test whose docstring says which real-world fault it guards against ("P04: ..."). With several
-    workers, one runs all that starts a Ray, and a file stays on one, since its tests share what is dear to make.
-    """
+    """Let `-k p04` find a test whose docstring says which real-world fault it guards against ("P04: ...")."""
     docstring = getattr(getattr(item, "function", None), "__doc__", None) or ""
     item.extra_keyword_matches.update(re.findall(r"\bP\d\d\b", docstring))
-    if item.config.pluginmanager.hasplugin("xdist"):
-        group = "ray" if item.get_closest_marker("cluster") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share the tests out to several workers (`-n 2`); without pytest-xdist nobody asks."""
+    from tests.support.worker_files import RayOnOneWorker
+
+    return RayOnOneWorker(config, log)
 
 
 @pytest.fixture(scope="session")
