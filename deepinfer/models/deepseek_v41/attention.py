@@ -14,6 +14,7 @@ from deepinfer.models.deepseek_v41.rope import Rotation
 from deepinfer.models.deepseek_v41.stacked import stack_rows
 from deepinfer.models.deepseek_v41.step_rows import StepRows
 from deepinfer.models.deepseek_v41.weight_types import AttentionWeights, QuantizedLinear
+from deepinfer.platforms.side_stream import SideStream
 
 
 class Attention:
@@ -25,13 +26,16 @@ class Attention:
         layer: int,
         weights: AttentionWeights,
         kernels: KernelSet,
+        side: SideStream,
         *,
         upstream_open_pair_keys: bool,
     ) -> None:
+        """`side` makes the keys and selects among them while the queries are computed."""
+
         def prepare(linear: QuantizedLinear) -> object:
             return kernels.quantized_linear.prepare(linear.weight, linear.scale)
 
-        self.layer, self.kernels = layer, kernels
+        self.layer, self.kernels, self.side = layer, kernels, side
         self.num_heads, self.num_groups = config.num_attention_heads, config.o_groups
         self.epsilon, self.scale = config.rms_norm_eps, config.head_dim**-0.5
         self.source = config.kv_source_of(layer)
@@ -56,28 +60,35 @@ class Attention:
 
         With `cut` all rows write, and [K, D] of the kept ones is returned.
         """
-        query_latent, records = self.compress(hidden, self._rotation(rows), caches)
-        if self.compressor is not None:
-            self.compressor(hidden, rows, caches)
-        asking = rows
+        query_latent, latent = self.compress(hidden)
+        asking, asking_latent = rows, query_latent
         if cut is not None:
-            hidden, query_latent, asking = hidden[cut.kept], query_latent[cut.kept], cut.queries
-        query = self.queries(query_latent, self._rotation(asking))
-        if self.indexer is not None:
-            normed = self.kernels.rms_norm(query_latent, self.query_norm, epsilon=self.epsilon)
-            self.indexer(hidden, normed, asking, caches, published)
+            asking, asking_latent = cut.queries, query_latent[cut.kept]
+
+        def make_keys() -> Tensor:
+            records = self.records(latent, self._rotation(rows), caches)
+            if self.compressor is not None:
+                self.compressor(hidden, rows, caches)
+            if self.indexer is not None:
+                normed = self.kernels.rms_norm(asking_latent, self.query_norm, epsilon=self.epsilon)
+                self.indexer(hidden if cut is None else hidden[cut.kept], normed, asking, caches, published)
+            return records
+
+        keys = self.side.start(make_keys)
+        query = self.queries(asking_latent, self._rotation(asking))
+        records = keys.wait()
         mixed = self._attend(query, records, asking, caches, published)
         self.kernels.store_rows(caches.window[self.layer], rows.ring_targets, records)
         return self.output(mixed, self._rotation(asking))
 
-    def compress(self, hidden: Tensor, rotation: Rotation, caches: Caches) -> tuple[Tensor, Tensor]:
-        """Return the latents of the queries [T, q rank], not normalised, and the window records [T, bytes] of the rows.
+    def compress(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the latents of the queries [T, q rank] and of the keys [T, d], not normalised; rows lie apart."""
+        query_latent, latent = self.kernels.quantized_linear(hidden, self.down_weight).split(self.down_widths, 1)
+        return query_latent, latent
 
-        The records hold until another layer compresses.
-        """
-        kernels = self.kernels
-        query_latent, latent = kernels.quantized_linear(hidden, self.down_weight).split(self.down_widths, 1)
-        records = kernels.latent_records(
+    def records(self, latent: Tensor, rotation: Rotation, caches: Caches) -> Tensor:
+        """Return the window records [T, bytes] of key latents. They hold until another layer makes its own."""
+        return self.kernels.latent_records(
             latent,
             self.latent_norm,
             rotation.cosine,
@@ -86,7 +97,6 @@ class Attention:
             record=caches.layout.window_record,
             out=caches.room_for_step(len(latent)),
         )
-        return query_latent, records
 
     def queries(self, query_latent: Tensor, rotation: Rotation) -> Tensor:
         """Return queries [T, H, d] from their latents [T, q rank]."""

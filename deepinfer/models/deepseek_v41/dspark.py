@@ -30,7 +30,7 @@ class DraftStage:
     ) -> None:
         self.stage, self.kernels = stage, kernels
         self.attention = Attention(
-            config, config.num_layers + stage, weights.attention, kernels, upstream_open_pair_keys=False
+            config, config.num_layers + stage, weights.attention, kernels, side, upstream_open_pair_keys=False
         )
         self.experts = MixtureOfExperts(
             config, weights.moe, kernels, side, num_chosen=config.dspark_num_experts_per_tok
@@ -57,7 +57,8 @@ class DraftStage:
     def _attend(
         self, hidden: Tensor, window_rows: Tensor, rotation: Rotation, caches: Caches, kept: Tensor | None
     ) -> Tensor:
-        query_latent, records = self.attention.compress(hidden, rotation, caches)
+        query_latent, latent = self.attention.compress(hidden)
+        records = self.attention.records(latent, rotation, caches)
         if kept is not None:
             query_latent, window_rows = query_latent[kept], window_rows[kept]
             rotation = Rotation(rotation.cosine[kept], rotation.sine[kept])

@@ -46,7 +46,7 @@ class Layer:
             assert constants is not None
             self.engram = Engram(config, weights.engram, constants, kernels)
         self.attention = Attention(
-            config, layer, weights.attention, kernels, upstream_open_pair_keys=upstream_open_pair_keys
+            config, layer, weights.attention, kernels, side, upstream_open_pair_keys=upstream_open_pair_keys
         )
         self.experts = MixtureOfExperts(
             config, weights.moe, kernels, side, num_chosen=config.num_experts_per_tok, few_rows=few_rows
