@@ -1,32 +1,43 @@
 """Kubernetes manifests for an engine on KubeRay: a config map with the cluster file, a RayCluster and a RayJob.
 
-Fields of RayCluster and RayJob are those of the API group ray.io/v1 of KubeRay. The RayJob runs `deepinfer-cluster up`
-inside the cluster and ends; the engine stays, and later jobs are submitted to the same RayCluster.
+Fields of RayCluster and RayJob are those of the API group ray.io/v1 of KubeRay (labels of a group since its version
+1.5); what its operator asks of names stands in ray-operator/controllers/ray/utils (validation.go, constant.go). The
+RayJob runs `deepinfer-cluster up` inside the cluster and ends; the engine stays, and later jobs are submitted to the
+same RayCluster.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import yaml
 from ray import __version__ as ray_version
 
+from deepinfer.actors.domains import DOMAIN_LABEL
 from deepinfer.config import ClusterConfig
 from deepinfer.errors import ConfigError
+from deepinfer.launcher.kuberay_groups import DNS_LABEL, PodGroup, pod_groups
 from deepinfer.launcher.local import object_store_bytes
 
 _API = "ray.io/v1"
 _FOLDER = "/etc/deepinfer"
 _FILE = "cluster.yaml"
-_GPUS_PER_NODE = 8
+_HOST_LABEL = "kubernetes.io/hostname"  # Kubernetes puts it on every node
+_UP = "-up"
+_MAX_NAME = 47 - len(_UP)  # of a RayJob
 
 
 def render_kuberay(config: ClusterConfig) -> str:
     """Return the manifests as YAML documents; `config` is resolved. Raises ConfigError for a bad name."""
     name = config.name
-    if not name.replace("-", "").isalnum() or name != name.lower() or name.startswith("-") or name.endswith("-"):
-        raise ConfigError(f"{name!r} is no Kubernetes name: use small letters, digits and dashes", path="name")
+    if not DNS_LABEL.fullmatch(name) or len(name) > _MAX_NAME:
+        raise ConfigError(
+            f"{name!r} can't be the name of a RayCluster: use at most {_MAX_NAME} small letters, digits and dashes, "
+            "a letter first and no dash last",
+            path="name",
+        )
     manifests = [_config_map(config), _ray_cluster(config), _ray_job(config)]
     return yaml.safe_dump_all(manifests, sort_keys=False)
 
@@ -54,32 +65,29 @@ def _ray_cluster(config: ClusterConfig) -> dict[str, Any]:
                 "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
                 "template": _pod(config, "ray-head", num_ranks=0),
             },
-            "workerGroupSpecs": [
-                _group(config, "prefill", config.prefill.ranks or 1, config.prefill.ranks_per_node),
-                _group(config, "decode", config.decode.ranks or 1, config.decode.ranks_per_node),
-            ],
+            "workerGroupSpecs": [_group(config, pods) for pods in pod_groups(config)],
         },
     }
 
 
-def _group(config: ClusterConfig, role: str, ranks: int, ranks_per_node: int | None) -> dict[str, Any]:
-    per_pod = min(ranks, ranks_per_node or _GPUS_PER_NODE)
-    if ranks % per_pod:
-        raise ConfigError(f"{ranks} ranks can't be spread evenly over pods of {per_pod}", path=f"{role}.ranks_per_node")
-    num_pods = ranks // per_pod
-    num_devices = -(-per_pod // (config.ranks_per_device or 1))
+def _group(config: ClusterConfig, pods: PodGroup) -> dict[str, Any]:
+    num_devices = -(-pods.num_ranks // (config.ranks_per_device or 1))
     return {
-        "groupName": role,
-        "replicas": num_pods,
-        "minReplicas": num_pods,
-        "maxReplicas": num_pods,
+        "groupName": pods.name,
+        "replicas": pods.num_pods,
+        "minReplicas": pods.num_pods,
+        "maxReplicas": pods.num_pods,
         "numOfHosts": 1,
-        "rayStartParams": {"num-cpus": str(per_pod)} if config.accelerator == "cpu" else {"num-gpus": str(num_devices)},
-        "template": _pod(config, "ray-worker", num_ranks=per_pod),
+        **({"labels": {DOMAIN_LABEL: pods.domain}} if pods.domain else {}),
+        "rayStartParams": (
+            {"num-cpus": str(pods.num_ranks)} if config.accelerator == "cpu" else {"num-gpus": str(num_devices)}
+        ),
+        "template": _pod(config, "ray-worker", num_ranks=pods.num_ranks, nodes=pods.nodes),
     }
 
 
-def _pod(config: ClusterConfig, container: str, *, num_ranks: int) -> dict[str, Any]:
+def _pod(config: ClusterConfig, container: str, *, num_ranks: int, nodes: Sequence[str] = ()) -> dict[str, Any]:
+    """A pod for `num_ranks` ranks; on one of `nodes` if there are any."""
     resources: dict[str, Any] = {}
     if num_ranks and config.accelerator == "nvidia":
         num_devices = -(-num_ranks // (config.ranks_per_device or 1))
@@ -105,15 +113,21 @@ def _pod(config: ClusterConfig, container: str, *, num_ranks: int) -> dict[str, 
                 {"name": "config", "configMap": {"name": f"{config.name}-config"}},
                 {"name": "shm", "emptyDir": shared_memory},
             ],
+            **({"affinity": _affinity(nodes)} if nodes else {}),
         }
     }
+
+
+def _affinity(nodes: Sequence[str]) -> dict[str, Any]:
+    terms = [{"matchExpressions": [{"key": _HOST_LABEL, "operator": "In", "values": list(nodes)}]}]
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
 
 
 def _ray_job(config: ClusterConfig) -> dict[str, Any]:
     return {
         "apiVersion": _API,
         "kind": "RayJob",
-        "metadata": {"name": f"{config.name}-up"},
+        "metadata": {"name": f"{config.name}{_UP}"},
         "spec": {
             "entrypoint": f"deepinfer-cluster up {_FOLDER}/{_FILE}",
             "clusterSelector": {"ray.io/cluster": config.name},

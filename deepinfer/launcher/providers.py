@@ -9,6 +9,7 @@ from pathlib import Path
 
 from deepinfer.config import ClusterConfig, RayConfig
 from deepinfer.errors import ConfigError
+from deepinfer.launcher.host_domains import check_domains
 from deepinfer.launcher.ray_node import (
     local_command,
     ray_command,
@@ -16,7 +17,7 @@ from deepinfer.launcher.ray_node import (
 )
 from deepinfer.launcher.ray_processes import remove_folder, stop_processes
 from deepinfer.launcher.record import ClusterRecord
-from deepinfer.launcher.ssh import check_domains, host_arguments, host_record, start_on_hosts, stop_on_hosts
+from deepinfer.launcher.ssh import host_arguments, host_record, start_on_hosts, stop_on_hosts
 
 
 def start_ray(config: ClusterConfig) -> ClusterRecord:

@@ -7,7 +7,6 @@ Ray's launcher leaves workers out and raylets behind on hosts that it does not o
 from __future__ import annotations
 
 import ipaddress
-import re
 import secrets
 import shlex
 import socket
@@ -25,6 +24,7 @@ from deepinfer.actors.domains import DOMAIN_LABEL
 from deepinfer.config import ClusterConfig, RayConfig
 from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.environment import ray_environment, write_token
+from deepinfer.launcher.host_domains import check_domains
 from deepinfer.launcher.local import object_store_bytes, start_patiently
 from deepinfer.launcher.ray_node import ray_command
 from deepinfer.launcher.ray_processes import remove_folder
@@ -36,7 +36,6 @@ _PORT = 6379
 _DASHBOARD_PORT = 8265
 _COMMAND_SECONDS = 180.0
 _Answer = TypeVar("_Answer")
-_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")  # as Kubernetes has them, and so Ray
 _VERSIONS = "import deepinfer, ray, socket; print(deepinfer.__version__, ray.__version__, socket.gethostname())"
 _STOP = (
     "import sys; from pathlib import Path; from deepinfer.launcher.ray_processes import remove_folder, stop_processes; "
@@ -90,20 +89,6 @@ def host_record(config: ClusterConfig, *, folder: str) -> ClusterRecord:
         folder=folder,
         hosts=config.ray.hosts,
     )
-
-
-def check_domains(config: RayConfig) -> None:
-    """Raise ConfigError unless every host of a domain is one of `ray.hosts`, and of no other domain."""
-    seen: dict[str, str] = {}
-    for name, hosts in config.domains.items():
-        if not _LABEL_VALUE.fullmatch(name):
-            raise ConfigError(f"{name!r} is no label: use letters, digits, '-', '_' and '.'", path="ray.domains")
-        for host in hosts:
-            if host not in config.hosts:
-                raise ConfigError(f"{host!r} of domain {name!r} is none of ray.hosts", path="ray.domains")
-            if host in seen:
-                raise ConfigError(f"{host!r} stands in {seen[host]!r} and in {name!r}", path="ray.domains")
-            seen[host] = name
 
 
 def host_arguments(config: ClusterConfig, record: ClusterRecord, host: str) -> list[str]:

@@ -25,7 +25,21 @@ FOLDER = Path(__file__).parent.parent.parent / "cluster_configs"
 FILES = ("cpu-tiny", "h200-1", "h200-8", "sm100-64")
 GIB = 2**30
 
-# What the CRDs of API group ray.io/v1 require and allow of the fields that we write.
+# What the CRDs of API group ray.io/v1 (KubeRay 1.6) require and allow of the fields that we write. Their own defaults
+# and Kubernetes' pod schema are left out; the manifests were also checked against the CRDs themselves.
+AMOUNT = {"type": ["integer", "string"], "pattern": r"^[0-9]+(\.[0-9]*)?([KMGTPE]i|[numkMGTPE])?$"}
+AMOUNTS = {"type": "object", "additionalProperties": AMOUNT}
+STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
+NODE_TERM = {
+    "type": "object",
+    "required": ["key", "operator"],
+    "properties": {
+        "key": {"type": "string"},
+        "operator": {"enum": ["In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt"]},
+        "values": {"type": "array", "items": {"type": "string"}},
+    },
+    "additionalProperties": False,
+}
 POD = {
     "type": "object",
     "required": ["spec"],
@@ -44,19 +58,58 @@ POD = {
                             "name": {"type": "string"},
                             "image": {"type": "string"},
                             "env": {"type": "array", "items": {"required": ["name"]}},
-                            "resources": {"properties": {"limits": {"type": "object"}, "requests": {"type": "object"}}},
+                            "resources": {
+                                "properties": {"limits": AMOUNTS, "requests": AMOUNTS},
+                                "additionalProperties": False,
+                            },
                             "volumeMounts": {"type": "array", "items": {"required": ["name", "mountPath"]}},
                         },
                         "additionalProperties": False,
                     },
                 },
-                "volumes": {"type": "array", "items": {"required": ["name"]}},
+                "volumes": {
+                    "type": "array",
+                    "items": {
+                        "required": ["name"],
+                        "properties": {
+                            "name": {"type": "string"},
+                            "configMap": {"properties": {"name": {"type": "string"}}, "additionalProperties": False},
+                            "emptyDir": {
+                                "properties": {"medium": {"type": "string"}, "sizeLimit": AMOUNT},
+                                "additionalProperties": False,
+                            },
+                        },
+                        "additionalProperties": False,
+                    },
+                },
+                "affinity": {
+                    "properties": {
+                        "nodeAffinity": {
+                            "properties": {
+                                "requiredDuringSchedulingIgnoredDuringExecution": {
+                                    "required": ["nodeSelectorTerms"],
+                                    "properties": {
+                                        "nodeSelectorTerms": {
+                                            "type": "array",
+                                            "items": {
+                                                "properties": {"matchExpressions": {"items": NODE_TERM}},
+                                                "additionalProperties": False,
+                                            },
+                                        }
+                                    },
+                                    "additionalProperties": False,
+                                }
+                            },
+                            "additionalProperties": False,
+                        }
+                    },
+                    "additionalProperties": False,
+                },
             },
             "additionalProperties": False,
         }
     },
 }
-START = {"type": "object", "additionalProperties": {"type": "string"}}
 RAY_CLUSTER_SPEC = {
     "type": "object",
     "required": ["headGroupSpec"],
@@ -65,7 +118,7 @@ RAY_CLUSTER_SPEC = {
         "headGroupSpec": {
             "type": "object",
             "required": ["template"],
-            "properties": {"rayStartParams": START, "template": POD},
+            "properties": {"rayStartParams": STRINGS, "template": POD},
             "additionalProperties": False,
         },
         "workerGroupSpecs": {
@@ -76,7 +129,8 @@ RAY_CLUSTER_SPEC = {
                 "properties": {
                     "groupName": {"type": "string"},
                     **{name: {"type": "integer"} for name in ("replicas", "minReplicas", "maxReplicas", "numOfHosts")},
-                    "rayStartParams": START,
+                    "rayStartParams": STRINGS,
+                    "labels": STRINGS,
                     "template": POD,
                 },
                 "additionalProperties": False,
@@ -89,7 +143,7 @@ RAY_JOB_SPEC = {
     "type": "object",
     "properties": {
         "entrypoint": {"type": "string"},
-        "clusterSelector": START,
+        "clusterSelector": STRINGS,
         "shutdownAfterJobFinishes": {"type": "boolean"},
     },
     "additionalProperties": False,
@@ -216,6 +270,44 @@ def test_manifests_have_the_fields_of_kuberay(name: str, pods: list[int]) -> Non
     mounted: dict[str, Any] = yaml.safe_load(config_map["data"]["cluster.yaml"])
     assert mounted["ray"]["provider"] == "existing"
     assert mounted["decode"]["ranks"] == read(name).decode.ranks
+
+
+DOMAINS = "ray.domains={small: [a-1, a-2], large: [b-1, b-2, b-3, b-4, b-5, b-6, b-7, b-8, b-9, b-10, b-11]}"
+
+
+def test_pods_of_a_role_stand_on_the_nodes_of_a_domain() -> None:
+    """Eight pods of decode ranks fit one of the two, and prefill takes the smaller one that holds it."""
+    _, cluster, _ = yaml.safe_load_all(render_kuberay(read("sm100-64", "ray.hosts=[]", DOMAINS)))
+    jsonschema.validate(cluster["spec"], RAY_CLUSTER_SPEC)
+    groups = cluster["spec"]["workerGroupSpecs"]
+    assert [(group["groupName"], group["replicas"]) for group in groups] == [("decode-large", 8), ("prefill-small", 1)]
+    assert [group["labels"] for group in groups] == [{"ray.io/gpu-domain": name} for name in ("large", "small")]
+    affinity = groups[1]["template"]["spec"]["affinity"]["nodeAffinity"]
+    [term] = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term == {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": ["a-1", "a-2"]}]}
+
+
+def test_a_role_that_no_domain_holds_fills_one_after_the_other() -> None:
+    domains = "ray.domains={one: [a, b, c], two: [d, e, f, g, h], six: [i, j]}"
+    _, cluster, _ = yaml.safe_load_all(render_kuberay(read("sm100-64", "ray.hosts=[]", domains)))
+    groups = [(group["groupName"], group["replicas"]) for group in cluster["spec"]["workerGroupSpecs"]]
+    assert groups == [("decode-two", 5), ("decode-one", 3), ("prefill-six", 1)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("ray.domains={one: [a, b], two: [c]}", "ray.domains: 8 pods of decode ranks need a node each, left are 2 in"),
+        ("ray.domains={Rack_1: [a]}", "ray.domains: 'Rack_1' becomes part of a name"),
+        ("name=1st", "name: '1st' can't be the name of a RayCluster"),
+        ("name=zwölf", "name: 'zwölf' can't be the name"),
+        ("name=ends-", "name: 'ends-' can't be the name"),
+        (f"name={'a' * 45}", "name: 'aa*' can't be the name of a RayCluster: use at most 44"),
+    ],
+)
+def test_what_the_operator_would_refuse_is_refused_first(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        render_kuberay(read("sm100-64", "ray.hosts=[]", setting))
 
 
 def test_ranks_that_do_not_fill_pods_are_refused() -> None:
