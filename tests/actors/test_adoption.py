@@ -8,11 +8,11 @@ import signal
 import time
 
 import msgspec
-import psutil
 import pytest
 import ray
 from support.fake_cluster import FAKE_PROGRAM, Engine, collect, make_request, small_config, tokens_of
 from support.fake_engine import FAULT, Fault, expected_tokens
+from support.pids import runs
 
 from deepinfer.actors.adoption import find_groups
 from deepinfer.actors.names import find_places, rank_name
@@ -121,14 +121,14 @@ def test_a_group_that_has_lost_a_rank_is_started_again_and_the_other_one_kept(up
     before = status_of(engine)["ranks"]
     os.kill(status_of(engine)["pid"], signal.SIGSTOP)  # so that the old driver can't repair it
     os.kill(before["decode-1"]["pid"], signal.SIGKILL)
-    wait_until(lambda: not psutil.pid_exists(before["decode-1"]["pid"]))
+    wait_until(lambda: not runs(before["decode-1"]["pid"]))
     ray.kill(engine.driver)
     wait_until(lambda: find_driver(engine.facts.name, namespace="deepinfer") is None)
     again = take_over(engine)
     after = status_of(again)["ranks"]
     assert after["prefill-0"] == before["prefill-0"]
     assert [after[f"decode-{rank}"]["num_loads"] for rank in range(2)] == [2, 2]
-    assert not psutil.pid_exists(before["decode-0"]["pid"])
+    assert not runs(before["decode-0"]["pid"])
     answer(again, "after", 20)
 
 
@@ -157,7 +157,7 @@ def test_ranks_without_a_driver_end_in_time_and_give_their_places_back(up) -> No
     pids = [ready.pid for ready in engine.facts.ranks]
     name = engine.facts.name
     kill_driver(engine)
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    wait_until(lambda: not any(runs(pid) for pid in pids))
     wait_until(lambda: not any(group.actors for group in find_groups(name, namespace="deepinfer").values()))
     wait_until(lambda: find_places(name, "prefill") is None and find_places(name, "decode") is None)
     assert not revive(engine.facts.config, "fake")
@@ -177,7 +177,7 @@ def test_a_rank_that_died_while_nobody_watched_is_named(up, capfd: pytest.Captur
     other = msgspec.structs.replace(source, model_directory="/elsewhere")
     assert groups["prefill"].obstacle(other, 1) == "prefill-0 was loaded with other settings"
     end_orphans(engine.facts.config)  # as `down` does
-    assert not [ready.pid for ready in engine.facts.ranks if psutil.pid_exists(ready.pid)]
+    assert not [ready.pid for ready in engine.facts.ranks if runs(ready.pid)]
     assert find_places(engine.facts.name, "prefill") is None
     assert find_places(engine.facts.name, "decode") is None
 

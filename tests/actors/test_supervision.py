@@ -7,11 +7,11 @@ import signal
 import time
 
 import msgspec
-import psutil
 import pytest
 import ray
 from support.fake_cluster import collect, make_request, small_config, tokens_of
 from support.fake_engine import FAULT, Fault, expected_tokens
+from support.pids import runs
 
 from deepinfer.errors import CheckpointError, ClusterError, ConfigError
 
@@ -42,7 +42,7 @@ def test_killed_ranks_come_back_and_every_request_is_answered_once(start_engine)
     answers = tokens_of(collect(job, len(prompts), seconds=90))
     assert answers == {(name, 0): expected_tokens(prompt, 0, 0, 400) for name, prompt in prompts.items()}
     assert restarts_of(engine) == {"prefill": 1, "decode": 1}
-    assert not [pid for pid in first_pids if psutil.pid_exists(pid)], "a rank of the lost groups is still there"
+    assert not [pid for pid in first_pids if runs(pid)], "a rank of the lost groups is still there"
     job.close()
 
 
@@ -58,7 +58,7 @@ def test_hanging_ranks_are_found_and_fenced(start_engine) -> None:
     job.submit([make_request("frozen", [1, 2], max_tokens=5)])
     assert tokens_of(collect(job, 1, seconds=60)) == {("frozen", 0): expected_tokens([1, 2], 0, 0, 5)}
     assert restarts_of(engine) == {"prefill": 1, "decode": 1}
-    assert not psutil.pid_exists(pid)
+    assert not runs(pid)
     job.close()
 
 

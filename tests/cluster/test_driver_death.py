@@ -9,10 +9,10 @@ import subprocess
 import time
 from collections.abc import Callable
 
-import psutil
 import pytest
 
 from tests.cluster.conftest import Commands, processes_in
+from tests.support.pids import runs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -62,7 +62,7 @@ def test_killed_in_a_job_the_next_run_goes_on_with_the_same_ranks(commands: Comm
 
     os.kill(again["pid"], signal.SIGKILL)
     assert "is down" in commands("deepinfer-cluster", "down", commands.file)
-    assert not [rank["pid"] for rank in before["ranks"].values() if psutil.pid_exists(rank["pid"])]
+    assert not [rank["pid"] for rank in before["ranks"].values() if runs(rank["pid"])]
     assert processes_in(folder) == []
 
 
@@ -77,7 +77,7 @@ def test_other_settings_are_refused_to_a_job_and_loaded_by_up(commands: Commands
         "deepinfer", "run", "--cluster", commands.file, *other, "-i", source, "-o", commands.folder / "a", code=2
     )
     assert "decode.max_running: the engine has 8, this job asks for 3" in said
-    assert psutil.pid_exists(before["ranks"]["decode-0"]["pid"])
+    assert runs(before["ranks"]["decode-0"]["pid"])
     said = commands("deepinfer-cluster", "up", commands.file, *other)
     assert "the ranks of the last driver are ended and started again" in said
     assert "decode.max_running: the engine has 8, this job asks for 3" in said
@@ -93,7 +93,7 @@ def kill_three_times(commands: Commands, rank: str, job: subprocess.Popen[str]) 
     killed: set[int] = set()
     while job.poll() is None and len(killed) < 3:
         pid = commands.status().get("ranks", {}).get(rank, {}).get("pid")
-        if pid is not None and pid not in killed and psutil.pid_exists(pid):
+        if pid is not None and pid not in killed and runs(pid):
             os.kill(pid, signal.SIGKILL)
             killed.add(pid)
         time.sleep(0.5)

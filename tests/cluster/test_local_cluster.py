@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import Commands, processes_in
+from tests.support.pids import runs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -42,7 +43,7 @@ def test_up_run_run_down(commands: Commands) -> None:
     processes = psutil.pids()
     assert before["ranks"]["decode-0"]["pid"] in processes
     assert "is down" in commands("deepinfer-cluster", "down", commands.file)
-    assert not psutil.pid_exists(before["ranks"]["decode-0"]["pid"])
+    assert not runs(before["ranks"]["decode-0"]["pid"])
     assert processes_in(folder) == []
     assert not Path(folder).exists()
     assert commands.status()["state"] == "down"
