@@ -33,7 +33,7 @@ class _Noting:
 def test_layers_behind_the_cut(keep_tokens: int | None, batch_invariant: bool, is_packed: bool) -> None:
     config, noting = read_config(W16), _Noting()
     kernels = dataclasses.replace(mode_kernels("ref"), expert_mlp=noting, batch_invariant=batch_invariant)
-    weights = random_weights(config, expert_ids=(0,), draft=None, device=torch.device("cpu"))
+    weights = random_weights(config, expert_ids=(0,), draft=None, device=torch.device("cpu"), tables="host")
     DeepseekV41(config, weights, torch.zeros(config.vocab_size, dtype=torch.int64), kernels, keep_tokens=keep_tokens)
     first = config.first_decoder_layer
     assert 0 < first < config.num_layers

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepinfer.config import TablePlace
 from deepinfer.models.deepseek_v41.config_checks import check_config
 from deepinfer.models.deepseek_v41.config_file import read_config
 from deepinfer.models.deepseek_v41.random_weights import random_weights, with_layers, with_table_share
@@ -28,9 +29,20 @@ def test_every_tensor_is_shaped_like_the_one_that_a_rank_loads(tmp_path: Path) -
     directory = tmp_path / "tiny"
     write_tiny(directory)
     config, draft = read_config(directory), DraftShare((2, 3))
-    made = random_weights(config, expert_ids=(4, 5, 6), draft=draft, device=CPU)
+    made = random_weights(config, expert_ids=(4, 5, 6), draft=draft, device=CPU, tables="host")
     loaded = load_weights(directory, config, expert_ids=((4, 5, 6),) * config.num_layers, device=CPU, draft=draft)
     assert shapes(made) == shapes(loaded)
+
+
+@pytest.mark.parametrize("tables", ["host", "sharded"])
+def test_tables_lie_where_those_of_a_rank_do(tables: TablePlace) -> None:
+    """Look-ups in host memory cost more, so a benchmark must not have them on the device; more rows than are drawn."""
+    config = with_table_share(with_layers(released_config(), 3), num_shares=1500)
+    device = torch.device("meta")
+    weights = random_weights(config, expert_ids=(0,), draft=None, device=device, tables=tables)
+    (table,) = (layer.engram.table for layer in weights.layers if layer.engram is not None)
+    assert len(table.weight) == len(table.scale) == table.num_rows == config.engram_num_embeddings[0] > 200_003
+    assert table.weight.device.type == table.scale.device.type == ("cpu" if tables == "host" else "meta")
 
 
 @pytest.mark.parametrize("num_layers", [3, 6, 15, 20, 21, 25, 40])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepinfer.config import TablePlace
 from deepinfer.kernels.ops import RecordFormat
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.caches import Caches
@@ -60,6 +61,7 @@ class RandomSpec(DeepseekV41Spec):
         num_ranks: int,
         drafts: DraftUse,
         keep_tokens: int | None = None,
+        tables: TablePlace = "host",
         **_where: object,
     ) -> RandomModel:
         """Make what rank `rank` of `num_ranks` would load; see `random_weights`."""
@@ -70,7 +72,9 @@ class RandomSpec(DeepseekV41Spec):
         draft = None
         if drafts != "off":
             draft = DraftShare(share(self.num_draft_experts) if drafts == "draft" else None)
-        weights = random_weights(self.config, expert_ids=share(self.num_experts), draft=draft, device=device)
+        weights = random_weights(
+            self.config, expert_ids=share(self.num_experts), draft=draft, device=device, tables=tables
+        )
         classes = self.config.engram_compressed_vocab_size
         token_map = torch.randint(0, classes, (self.config.vocab_size,), device=device)
         return RandomModel(self.config, weights, token_map, kernels, keep_tokens=keep_tokens)

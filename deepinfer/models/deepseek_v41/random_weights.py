@@ -1,8 +1,8 @@
 """Random weights of one rank, made on its device: for benchmarks of shapes whose checkpoint is not at hand.
 
 Every tensor has the released dtype and shape. Sizes are such that activations stay of size one through all layers,
-and FP8 and FP4 scales vary from block to block. Answers are noise; times are those of the real model, except that
-n-gram tables can be cut to a share of their rows, which lies on the device.
+and FP8 and FP4 scales vary from block to block. Answers are noise; times are those of the real model, whose n-gram
+tables can be cut to a share of their rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
+from deepinfer.config import TablePlace
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.engram_constants import build_engram_constants
 from deepinfer.models.deepseek_v41.tensor_table import DraftShare, TensorSpec, tensor_table
@@ -21,18 +22,26 @@ from deepinfer.models.deepseek_v41.weights import WeightTree
 
 _FP8_SIZE = 64.0  # standard deviation of FP8 codes: far from the largest value and from the subnormal ones
 _FP4_SIZE = math.sqrt(68.5 / 8)  # of e2m1 codes drawn evenly
+_NUM_TABLE_ROWS = 200_003  # of an n-gram table that are drawn before they repeat: a host takes long to draw
 _HEAD_SIZE = 3.0  # standard deviation of the logits
 
 
 def random_weights(
-    config: ModelConfig, *, expert_ids: tuple[int, ...], draft: DraftShare | None, device: torch.device
+    config: ModelConfig,
+    *,
+    expert_ids: tuple[int, ...],
+    draft: DraftShare | None,
+    device: torch.device,
+    tables: TablePlace,
 ) -> Weights:
     """Return the weights of a rank that holds the experts `expert_ids` of every layer.
+
+    The n-gram tables are whole wherever they lie, so look-ups meet no other rank.
 
     Layers are made while they are taken, so that one that was prepared and dropped makes room for the next. Draws from
     torch's generator of the device.
     """
-    maker = _Maker(config, device)
+    maker = _Maker(config, device, tables)
     rings, drafting = (None, None) if draft is None else maker.draft(draft)
     return Weights(
         embed=maker.tensor("embed.weight"),
@@ -92,8 +101,9 @@ def _layers(maker: _Maker, config: ModelConfig, expert_ids: tuple[int, ...]) -> 
 class _Maker(WeightTree):
     """Builds the loader's tree from tensors that are drawn, not read."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, tables: TablePlace) -> None:
         self._config, self._device = config, device
+        self._table_device = torch.device("cpu") if tables == "host" else device
         self._table = tensor_table(config)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -110,10 +120,13 @@ class _Maker(WeightTree):
 
     def _engram_table(self, stem: str) -> EngramTable:
         spec = self._table[f"{stem}.weight"]
-        # Whole and on the device, as a rank's share would be. Codes without NaN, since any of them may be looked up.
-        weight = torch.randint(0, 0x78, spec.shape, dtype=torch.uint8, device=self._device)
-        scale = _scale_bytes(self._table[f"{stem}.scale"].shape, 2.0**-7, self._device)
-        return EngramTable(weight.view(torch.float8_e4m3fn), scale, first_row=0, num_rows=spec.shape[0])
+        num_rows, width = spec.shape
+        num_drawn = min(num_rows, _NUM_TABLE_ROWS)
+        # codes without NaN, since any of them may be looked up
+        weight = torch.randint(0, 0x78, (num_drawn, width), dtype=torch.uint8, device=self._table_device)
+        scale = _scale_bytes((num_drawn, *self._table[f"{stem}.scale"].shape[1:]), 2.0**-7, self._table_device)
+        weight, scale = (part.repeat(-(-num_rows // num_drawn), 1)[:num_rows] for part in (weight, scale))
+        return EngramTable(weight.view(torch.float8_e4m3fn), scale, first_row=0, num_rows=num_rows)
 
 
 def _draw(spec: TensorSpec, weight: TensorSpec, device: torch.device) -> torch.Tensor:
