@@ -108,6 +108,14 @@ class ExpertRows:
     places: Tensor
 
 
+@dataclass(slots=True, frozen=True)
+class ExpertSum:
+    """What `CombineExperts` would make of `rows` and `shared` [T, D], for an op that can add them up by itself."""
+
+    rows: ExpertRows
+    shared: Tensor
+
+
 class RecordFormats(Protocol):
     """Record formats of the device. `kind` window, main or index; `width` values per row, a multiple of 32."""
 
@@ -224,11 +232,20 @@ class UpdateStreams(Protocol):
 class AdvanceStreams(Protocol):
     """From one sublayer to the next: `UpdateStreams`, `CollapseStreams` by `pre`, `RMSNorm` by `weight` [D].
 
-    Returns the new streams [T, M, D] and what the next sublayer reads [T, D]. Rounds where the three ops do.
+    `y` may be a sum of experts that is still to be formed. Returns the new streams [T, M, D] and what the next sublayer
+    reads [T, D]. Rounds where the single ops do.
     """
 
     def __call__(
-        self, streams: Tensor, y: Tensor, post: Tensor, mix: Tensor, pre: Tensor, weight: Tensor, *, epsilon: float
+        self,
+        streams: Tensor,
+        y: Tensor | ExpertSum,
+        post: Tensor,
+        mix: Tensor,
+        pre: Tensor,
+        weight: Tensor,
+        *,
+        epsilon: float,
     ) -> tuple[Tensor, Tensor]: ...
 
 

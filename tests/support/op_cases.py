@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.ops import REFERENCE_NUMERICS, CandidateRule, ExpertRows, PagedRows
+from deepinfer.kernels.ops import REFERENCE_NUMERICS, CandidateRule, ExpertRows, ExpertSum, PagedRows
 from deepinfer.kernels.registry import KernelSet, select_kernels
 
 Check = Callable[["Bench"], None]
@@ -194,12 +194,17 @@ def check_hyper_connection(bench: Bench) -> None:
     )
     updated = bench.reference.update_streams(streams, y, wanted.post, wanted.mix)
     close(bench.kernels.update_streams(streams, y, wanted.post, wanted.mix), updated, 1e-3)
-    arguments = streams, y, wanted.post, wanted.mix, wanted.pre, bench.normal(sizes.hidden)
-    advanced, other = (
-        kernels.advance_streams(*arguments, epsilon=1e-20) for kernels in (bench.kernels, bench.reference)
-    )
-    close(advanced[0], other[0], 1e-3)
-    close(advanced[1], other[1], 2e-3)
+    values = bench.normal(7 * sizes.rows, sizes.hidden)
+    rows = ExpertRows(values, bench.integers(-1, len(values) - 1, sizes.rows, sizes.chosen))
+    values[-1], rows.places[0] = torch.nan, -1
+    rest = wanted.post, wanted.mix, wanted.pre, bench.normal(sizes.hidden)
+    for output in (y, ExpertSum(rows, y)):
+        advanced, other = (
+            kernels.advance_streams(streams, output, *rest, epsilon=1e-20)
+            for kernels in (bench.kernels, bench.reference)
+        )
+        close(advanced[0], other[0], 1e-3)
+        close(advanced[1], other[1], 2e-3)
 
 
 def check_engram(bench: Bench) -> None:

@@ -12,7 +12,7 @@ import torch
 from support.op_cases import Bench, fp4_experts, fp8_matrix
 from torch import Tensor
 
-from deepinfer.kernels.ops import CandidateRule, ExpertRows, PagedRows
+from deepinfer.kernels.ops import CandidateRule, ExpertRows, ExpertSum, PagedRows
 
 NUM_ROWS = 256
 Run = Callable[[Tensor], list[Tensor]]  # row numbers [n] -> tensors [n, ...], entry i belongs to row i of the argument
@@ -137,13 +137,14 @@ def _advance_streams(bench: Bench) -> Run:
     streams, y = bench.normal(NUM_ROWS, 4, hidden, dtype=dtype), bench.normal(NUM_ROWS, hidden, dtype=dtype)
     post, pre = bench.normal(NUM_ROWS, 4, dtype=torch.float32), bench.normal(NUM_ROWS, 4, dtype=torch.float32)
     mix, weight = bench.normal(NUM_ROWS, 4, 4, dtype=torch.float32), bench.normal(hidden)
+    parts = bench.normal(2 * NUM_ROWS, hidden, dtype=dtype)
+    places = bench.integers(-1, len(parts), NUM_ROWS, bench.sizes.chosen)
 
     def run(rows: Tensor) -> list[Tensor]:
-        return list(
-            bench.kernels.advance_streams(
-                streams[rows], y[rows], post[rows], mix[rows], pre[rows], weight, epsilon=1e-6
-            )
-        )
+        rest = post[rows], mix[rows], pre[rows], weight
+        outputs = y[rows], ExpertSum(ExpertRows(parts, places[rows]), y[rows])
+        advance = bench.kernels.advance_streams
+        return [part for output in outputs for part in advance(streams[rows], output, *rest, epsilon=1e-6)]
 
     return run
 

@@ -1,4 +1,4 @@
-"""From one sublayer to the next in one Triton kernel: update of the four streams, their collapse, and its norm."""
+"""From one sublayer to the next in one Triton kernel: sum of experts, update of the four streams, collapse, norm."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
-from deepinfer.kernels.ops import Numerics
+from deepinfer.kernels.ops import ExpertSum, Numerics
 
-_BLOCK = 1024
+_BLOCK = 2048
+_NUM_WARPS = 8
 
 
 @triton.jit
@@ -24,6 +25,8 @@ def _four(place):
 def _advance_kernel(
     streams_ptr,
     y_ptr,
+    values_ptr,
+    places_ptr,
     post_ptr,
     mix_ptr,
     pre_ptr,
@@ -31,10 +34,13 @@ def _advance_kernel(
     out_ptr,
     hidden_ptr,
     epsilon,
+    NUM_PLACES: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row. The collapse waits in `hidden` for its mean square; each thread reads back what it wrote itself."""
+    """One row. With places, `values` there are added up, then `y`. The collapse waits in `hidden` for its mean square;
+    each thread reads back what it wrote itself.
+    """
     row = tl.program_id(0).to(tl.int64)
     post0, post1, post2, post3 = _four(post_ptr + row * 4)
     pre0, pre1, pre2, pre3 = _four(pre_ptr + row * 4)
@@ -53,6 +59,13 @@ def _advance_kernel(
         x2 = tl.load(place + 2 * WIDTH, mask=inside, other=0.0).to(tl.float32)
         x3 = tl.load(place + 3 * WIDTH, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        if NUM_PLACES > 0:
+            total = tl.zeros((BLOCK,), tl.float32)
+            for number in tl.static_range(NUM_PLACES):
+                place = tl.load(places_ptr + row * NUM_PLACES + number).to(tl.int64)
+                known = columns < tl.where(place < 0, 0, WIDTH)
+                total += tl.load(values_ptr + place * WIDTH + columns, mask=known, other=0.0).to(tl.float32)
+            y = (total + y).to(model_dtype).to(tl.float32)
         new0 = (mix00 * x0 + mix10 * x1 + mix20 * x2 + mix30 * x3 + post0 * y).to(model_dtype)
         new1 = (mix01 * x0 + mix11 * x1 + mix21 * x2 + mix31 * x3 + post1 * y).to(model_dtype)
         new2 = (mix02 * x0 + mix12 * x1 + mix22 * x2 + mix32 * x3 + post2 * y).to(model_dtype)
@@ -84,16 +97,27 @@ class AdvanceStreams:
     numerics: Numerics
 
     def __call__(
-        self, streams: Tensor, y: Tensor, post: Tensor, mix: Tensor, pre: Tensor, weight: Tensor, *, epsilon: float
+        self,
+        streams: Tensor,
+        y: Tensor | ExpertSum,
+        post: Tensor,
+        mix: Tensor,
+        pre: Tensor,
+        weight: Tensor,
+        *,
+        epsilon: float,
     ) -> tuple[Tensor, Tensor]:
         num_rows, num, width = streams.shape
         assert num == 4, f"written for 4 streams, not {num}"
         updated = torch.empty(streams.shape, dtype=self.numerics.dtype, device=streams.device)
         hidden = torch.empty(num_rows, width, dtype=self.numerics.dtype, device=streams.device)
+        values, places, y = (y.rows.values, y.rows.places, y.shared) if isinstance(y, ExpertSum) else (y, None, y)
         if num_rows:
             _advance_kernel[(num_rows,)](
                 streams.contiguous(),
                 y.contiguous(),
+                values,
+                y if places is None else places.contiguous(),
                 post.contiguous(),
                 mix.contiguous(),
                 pre.contiguous(),
@@ -101,8 +125,10 @@ class AdvanceStreams:
                 updated,
                 hidden,
                 epsilon,
+                NUM_PLACES=0 if places is None else places.shape[1],
                 WIDTH=width,
                 BLOCK=min(_BLOCK, triton.next_power_of_2(width)),
+                num_warps=_NUM_WARPS,
             )
         return updated, hidden
 

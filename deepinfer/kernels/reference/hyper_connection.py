@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.ops import MixCoefficients, Numerics
+from deepinfer.kernels.ops import ExpertSum, MixCoefficients, Numerics
 from deepinfer.kernels.reference.abilities import implementation
 from deepinfer.kernels.reference.elementwise import sigmoid
 from deepinfer.kernels.reference.matmul import matmul_rows
+from deepinfer.kernels.reference.moe import CombineExperts
 from deepinfer.kernels.reference.norm import RMSNorm
 
 
@@ -90,13 +91,23 @@ class UpdateStreams:
 
 @dataclass(slots=True, frozen=True)
 class AdvanceStreams:
-    """`ops.AdvanceStreams`: the three ops one after the other."""
+    """`ops.AdvanceStreams`: the single ops one after the other."""
 
     numerics: Numerics
 
     def __call__(
-        self, streams: Tensor, y: Tensor, post: Tensor, mix: Tensor, pre: Tensor, weight: Tensor, *, epsilon: float
+        self,
+        streams: Tensor,
+        y: Tensor | ExpertSum,
+        post: Tensor,
+        mix: Tensor,
+        pre: Tensor,
+        weight: Tensor,
+        *,
+        epsilon: float,
     ) -> tuple[Tensor, Tensor]:
+        if isinstance(y, ExpertSum):
+            y = CombineExperts(self.numerics)(y.rows, y.shared)
         streams = UpdateStreams(self.numerics)(streams, y, post, mix)
         collapsed = CollapseStreams(self.numerics)(streams, pre)
         return streams, RMSNorm(self.numerics)(collapsed, weight, epsilon=epsilon)

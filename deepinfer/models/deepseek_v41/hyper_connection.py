@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.ops import MixCoefficients
+from deepinfer.kernels.ops import ExpertSum, MixCoefficients
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.weight_types import HyperConnectionWeights
@@ -17,9 +17,9 @@ from deepinfer.platforms.side_stream import SideStream
 
 @dataclass(slots=True, frozen=True)
 class Update:
-    """A sublayer's output `y` [T, D] and how it enters the streams; see `ops.UpdateStreams`."""
+    """A sublayer's output `y` [T, D], perhaps not added up yet, and how it enters the streams: `ops.UpdateStreams`."""
 
-    y: Tensor
+    y: Tensor | ExpertSum
     post: Tensor
     mix: Tensor
 
@@ -40,7 +40,10 @@ class Residual:
         update = self.update
         if update is None:
             return self
-        return Residual(kernels.update_streams(self.streams, update.y, update.post, update.mix), self.pre)
+        y = update.y
+        if isinstance(y, ExpertSum):
+            y = kernels.combine_experts(y.rows, y.shared)
+        return Residual(kernels.update_streams(self.streams, y, update.post, update.mix), self.pre)
 
 
 def open_streams(rows: Tensor, num_streams: int) -> Residual:
@@ -63,7 +66,7 @@ class HyperConnection:
         self.num_iterations = config.hc_sinkhorn_iters
 
     def __call__(
-        self, residual: Residual, sublayer: Callable[[Tensor], Tensor], *, kept: Tensor | None = None
+        self, residual: Residual, sublayer: Callable[[Tensor], Tensor | ExpertSum], *, kept: Tensor | None = None
     ) -> Residual:
         """Run `sublayer` ([T, D] -> [T, D]) on the normalised collapse of the streams; its update is left pending.
 

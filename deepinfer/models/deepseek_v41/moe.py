@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
+from deepinfer.kernels.ops import ExpertSum
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.stacked import stack_rows
@@ -49,8 +50,8 @@ class MixtureOfExperts:
         )
         self.shared_gate_up, self.shared_down = prepare(stack_rows(shared.w1, shared.w3)), prepare(shared.w2)
 
-    def __call__(self, hidden: Tensor, is_padding: Tensor, dispatcher: TokenDispatcher) -> Tensor:
-        """Return [T, D] from the normalised input `hidden` [T, D]; a collective of the expert-parallel group."""
+    def __call__(self, hidden: Tensor, is_padding: Tensor, dispatcher: TokenDispatcher) -> ExpertSum:
+        """Return a sum [T, D] from the normalised input `hidden` [T, D]; a collective of the expert-parallel group."""
         kernels = self.kernels
         shared = self.side.start(lambda: self._shared(hidden))
         logits = kernels.linear(hidden, self.router, out_dtype=torch.float32)
@@ -59,7 +60,7 @@ class MixtureOfExperts:
         )
         arrived = dispatcher.dispatch(hidden, expert_ids, weights)
         rows = kernels.expert_mlp(arrived.rows, arrived.expert_ids, arrived.weights, self.experts, limit=self.limit)
-        return kernels.combine_experts(dispatcher.combine(rows, arrived), shared.wait())
+        return ExpertSum(dispatcher.combine(rows, arrived), shared.wait())
 
     def _shared(self, hidden: Tensor) -> Tensor:
         linear = self.kernels.quantized_linear
