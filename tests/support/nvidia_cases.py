@@ -74,6 +74,9 @@ def check_select(bench: Bench) -> None:
     same(select_largest(values, num_selected, visible=visible), wanted)
     maxima = block_maxima(values, visible, unit=1, size=8, newest=False)
     same(select_largest(values, num_selected, visible=visible, maxima=maxima), wanted)
+    whole = values[:, : width // 8 * 8].contiguous()
+    same(select_largest(whole, num_selected, visible=visible.clamp_max(whole.shape[1])), choose_entries(
+        whole.float().masked_fill(hidden[:, : whole.shape[1]], -torch.inf), num_selected))  # fmt: skip
     same(select_largest(values[:, :900], num_selected), choose_entries(values[:, :900].float(), num_selected))
 
 

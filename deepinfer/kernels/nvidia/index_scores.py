@@ -29,6 +29,7 @@ _STAGES = 5  # a place in the table is read two tiles before the keys, and those
 _MAX_REGISTERS = 128  # four programs to a multiprocessor
 _KEPT_KEYS = 128
 _KEPT_SPAN = 2048
+_KEPT_STAGES = 1  # more programs to a multiprocessor hide more than copies ahead
 
 _WEIGH = tl.constexpr("""
 {
@@ -262,7 +263,7 @@ def score_kept(
             KEYS=_KEPT_KEYS,
             SPAN=_KEPT_SPAN,
             SUMS=_SUMS,
-            STAGES=_STAGES,
+            STAGES=_KEPT_STAGES,
             PLAIN=not visible.is_cuda,
             num_warps=_WARPS,
         )

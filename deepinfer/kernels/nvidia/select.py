@@ -21,26 +21,33 @@ _VALUES_PER_THREAD = 16
 
 
 @triton.jit
-def _keys(value_ptr, inside):
-    """16-bit keys in the order of the values; 0 where nothing may be chosen (-inf, NaN below, outside)."""
-    bits = tl.load(value_ptr, mask=inside, other=float("-inf")).to(tl.int16, bitcast=True).to(tl.int32)
-    bits = bits & 0xFFFF
-    bits = tl.where(bits == 0x8000, 0, bits)  # -0 equals 0
-    key = tl.where(bits >= 0x8000, bits ^ 0xFFFF, bits | 0x8000)
-    return tl.where(key > 0x7F, key, 0)  # 0x7F is -inf
-
-
-@triton.jit
-def _children(parent_ptr, first, limit, NUM_PARENTS: tl.constexpr, FAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Numbers of the values at places `first` on: the places themselves, or children of parents; `limit` = none."""
+def _numbers(parent_ptr, first, NUM_PARENTS: tl.constexpr, FAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Numbers of the values at places `first` on: the places themselves, or children of parents; negative = none."""
     if NUM_PARENTS > 0:
         places = first // FAN + tl.arange(0, BLOCK // FAN)
         parents = tl.load(parent_ptr + places, mask=places < NUM_PARENTS, other=-1)
-        children = parents[:, None] * FAN + tl.arange(0, FAN)[None, :]
-        numbers = tl.reshape(tl.where(parents[:, None] < 0, limit, children), (BLOCK,))
+        numbers = tl.reshape(parents[:, None] * FAN + tl.arange(0, FAN)[None, :], (BLOCK,))
     else:
         numbers = first + tl.arange(0, BLOCK)
-    return numbers
+    return tl.max_contiguous(tl.multiple_of(numbers, FAN), FAN)
+
+
+@triton.jit
+def _keys(value_ptr, numbers, limit, width, WHOLE: tl.constexpr, FAN: tl.constexpr):
+    """16-bit keys in the order of the values; 0 where nothing may be chosen (-inf, NaN below, outside).
+
+    WHOLE: `width` is a multiple of FAN, so that FAN neighbours can be one load.
+    """
+    inside = (numbers >= 0) & (numbers < limit)
+    if WHOLE:
+        readable = tl.max_constancy((numbers >= 0) & (numbers < width), FAN)
+    else:
+        readable = inside
+    bits = tl.load(value_ptr + numbers, mask=readable, other=float("-inf")).to(tl.int16, bitcast=True).to(tl.int32)
+    bits = bits & 0xFFFF
+    bits = tl.where(bits == 0x8000, 0, bits)  # -0 equals 0
+    key = tl.where(bits >= 0x8000, bits ^ 0xFFFF, bits | 0x8000)
+    return tl.where((key > 0x7F) & inside, key, 0)  # 0x7F is -inf
 
 
 @triton.jit
@@ -60,6 +67,7 @@ def _choose_kernel(
     NUM: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """One row. Only the children of NUM_PARENTS parents are looked at, if there are any; -1 = no parent.
 
@@ -74,8 +82,8 @@ def _choose_kernel(
     limit = width
     if UNIT > 0:
         limit = tl.minimum((tl.load(visible_ptr + row).to(tl.int32) + UNIT - 1) // UNIT, width)
-    numbers = _children(parent_ptr, 0, limit, NUM_PARENTS, FAN, BLOCK)
-    keys = _keys(value_ptr + numbers, numbers < limit)
+    numbers = _numbers(parent_ptr, 0, NUM_PARENTS, FAN, BLOCK)
+    keys = _keys(value_ptr, numbers, limit, width, WHOLE, FAN)
     threshold = 0  # the NUM-th largest key; 0: there are fewer
     for step in tl.static_range(16):
         trial = threshold | (0x8000 >> step)
@@ -83,8 +91,8 @@ def _choose_kernel(
     num_ties = NUM - tl.sum((keys > threshold).to(tl.int32), 0)
     written, ties = 0, 0
     for first in range(0, BLOCK, PIECE):
-        here = _children(parent_ptr, first, limit, NUM_PARENTS, FAN, PIECE)
-        piece = _keys(value_ptr + here, here < limit)
+        here = _numbers(parent_ptr, first, NUM_PARENTS, FAN, PIECE)
+        piece = _keys(value_ptr, here, limit, width, WHOLE, FAN)
         larger = piece > threshold
         equal = (piece == threshold) & (piece > 0)
         # one running count of both kinds: larger keys in the lower half of the word, equal ones in the upper
@@ -219,6 +227,7 @@ def _choose(
             NUM=num_selected,
             BLOCK=block,
             PIECE=min(block, _PIECE),
+            WHOLE=width % FAN == 0,
             num_warps=min(16, max(1, block // (32 * _VALUES_PER_THREAD))),
         )
     return out
