@@ -382,9 +382,10 @@ class _RoleOwner:
 def create_driver(config: ClusterConfig, *, name: str, detached: bool = False) -> ActorHandle[Any]:
     """Create the driver actor of the engine `name`; a detached one outlives the process that made it.
 
-    This process's node is asked for, which with `up` is the head; Ray may still choose another one.
+    It runs on this process's node, which with `up` is the head, so that no other node can take it along.
     """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    # Where it is only wished for, Ray 2.60 puts an actor without CPUs on any node.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     remote: Any = ray.remote(Driver)
     handle: ActorHandle[Any] = remote.options(
         name=driver_name(name),

@@ -79,6 +79,7 @@ def run(folder: Path, program: RankProgram | None, max_tokens: int) -> dict[str,
         pairs = zip(undisturbed, disturbed, strict=True)
         found = {
             "victim": victim,
+            "driver_is_here": here == ray.get_runtime_context().get_node_id(),
             "before": before,
             "after": nodes_of(llm),
             "restarts": llm.status()["restarts"],

@@ -31,6 +31,7 @@ def test_a_killed_node_costs_no_answer(commands: Commands, ranks: str) -> None:
     assert program.returncode == 0
     found = json.loads(printed.splitlines()[-1])
     assert found["errors"] == []
+    assert found["driver_is_here"], "no node that dies may take the driver along"
     assert len(set(found["before"].values())) == 4, "every rank has a node of its own"
     assert found["restarts"] == {"prefill": 0, "decode": 1}
     assert found["before"][found["victim"]] not in found["after"].values()
