@@ -7,11 +7,13 @@ is neither seen nor disturbed.
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import shutil
 import socket
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,8 +167,23 @@ def _start_private(config: ClusterConfig) -> RayConnection:
     except Exception as error:
         stop_processes(folder, ())
         connection.close()
+        _forget_processes(error)
         raise ClusterError(f"Ray did not start on this machine: {error}") from error
     return connection
+
+
+def _forget_processes(error: BaseException | None) -> None:
+    """Let go of what Ray held when it failed with `error`.
+
+    That includes its handles of processes, which were ended behind its back: they would warn, at some later time, that
+    nobody has waited for them.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        while error is not None:
+            error.__traceback__ = None
+            error = error.__context__
+        gc.collect()
 
 
 def make_folder(parent: Path, name: str) -> Path:

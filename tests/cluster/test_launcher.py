@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +22,7 @@ from deepinfer.config import ClusterConfig, load_config, resolve
 from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.differences import check_joinable
 from deepinfer.launcher.engine import summarize
-from deepinfer.launcher.local import start_patiently
+from deepinfer.launcher.local import open_ray, start_patiently
 from deepinfer.launcher.logs import _choose, read_logs
 from deepinfer.launcher.ray_processes import stop_processes
 from deepinfer.launcher.record import (
@@ -338,6 +340,29 @@ def test_only_slow_starts_of_ray_are_tried_again(errors: list[str], num_starts: 
     else:
         assert start_patiently(start) == "started"
     assert starts == num_starts
+
+
+def test_processes_of_a_failed_start_are_ended_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their handles must not warn later, wherever the garbage collector happens to run."""
+    pids: list[int] = []
+
+    def init(_temp_dir: str, **_: object) -> None:
+        handle = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", f"{_temp_dir}/ray/raylet"])
+        pids.append(handle.pid)
+        try:
+            raise RuntimeError("not there yet")
+        except RuntimeError:
+            raise Exception("The current node timed out during startup.")  # noqa: B904  as Ray does
+
+    monkeypatch.setattr("deepinfer.launcher.local.ray.init", init)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ClusterError, match="timed out during startup"):
+            open_ray(make_config())
+        gc.collect()
+    assert len(pids) == 3
+    assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    assert [warning.message for warning in caught if warning.category is ResourceWarning] == []
 
 
 def test_a_start_is_told_in_one_line() -> None:
