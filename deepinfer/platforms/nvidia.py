@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, TypeVar
 
 import torch
@@ -141,7 +143,8 @@ class NvidiaPlatform:
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # other threads of the process may look at events meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
+        with _no_collection(), recording:
             result = work()
 
         def replay() -> T:
@@ -158,6 +161,18 @@ class NvidiaPlatform:
         work()
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before_bytes
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage: what its end does to the device may break what is being recorded."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def check_build(cuda_version: str | None) -> None:

@@ -40,7 +40,6 @@ class _Runtime:
 def runtime(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[_Runtime]:
     fake = _Runtime(refuses=getattr(request, "param", False))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(host_memory, "_forget_error", lambda: None)
     return fake
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from itertools import pairwise
@@ -128,6 +129,17 @@ def test_a_graph_does_its_work_again_on_what_the_tensors_hold_then() -> None:
     assert stream.submit(lambda: one().clone()).result().tolist() == [6.0] * 8
     assert stream.submit(lambda: ten().clone()).result().tolist() == [66.0] * 8
     assert stream.submit(lambda: one().clone()).result().tolist() == [72.0] * 8
+    stream.close()
+
+
+@pytest.mark.gpu
+def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
+    """Its end could free graphs or release host memory, which the recording would not survive."""
+    platform, seen = load_platform("nvidia"), []
+    stream = platform.open_stream("test")
+    stream.submit(lambda: platform.capture(lambda: seen.append(gc.isenabled()))).result()
+    assert seen == [True, False]
+    assert gc.isenabled()
     stream.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from deepinfer.runtime.rank_engine import RankEngine
 
 pytestmark = pytest.mark.multi_gpu
 
+WAIT_SECONDS = 240  # for a rank that still compiles
 SETTINGS = (
     "model.max_model_len=512",
     "cache.block_size=64",
@@ -27,15 +29,19 @@ SETTINGS = (
     "prefill.max_tokens_per_step=512",
     "decode.max_running=8",
     "determinism.batch_invariant=true",
+    f"scheduler.step_timeout_seconds={WAIT_SECONDS}",
 )
+
+
+def _cache_dir(directory: Path, rank: int) -> Path:
+    """Each process has one of its own: DeepGEMM's may not be filled by two at a time."""
+    return directory.parent / f"cache-{rank}"
 
 
 def _build(role: str, directory: Path, tables: str, place: RankPlace) -> RankEngine:
     """Only the decode ranks are a group."""
     is_grouped = role == "decode"
-    # each process has a cache of its own: DeepGEMM's may not be filled by two at a time
-    cache_dir = directory.parent / f"cache-{place.rank}"
-    settings = [*SETTINGS, f"decode.ngram_tables={tables}", f"cache_dir={cache_dir}"]
+    settings = [*SETTINGS, f"decode.ngram_tables={tables}", f"cache_dir={_cache_dir(directory, place.rank)}"]
     return build_rank_engine(
         resolve(load_config(environ={}, settings=settings).config, accelerator="nvidia"),
         role=role,
@@ -60,14 +66,27 @@ def _answer_share(place: RankPlace, argument: tuple[Path, str, list[list[Request
 
 def _answer(directory: Path, tables: str, shares: list[list[Request]]) -> list[dict[str, Any]]:
     argument = (directory, tables, shares)
-    return run_processes(_answer_share, len(shares), argument, start_method="spawn", one_gpu_each=True)
+    return run_processes(
+        _answer_share,
+        len(shares),
+        argument,
+        timeout_seconds=WAIT_SECONDS,
+        start_method="spawn",
+        one_gpu_each=True,
+    )
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_directory(tmp_path_factory.mktemp("two-gpus"))
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("tables", ["host", "sharded"])
-def test_two_gpus_answer_like_one(tables: str, tmp_path: Path) -> None:
-    directory = tiny_directory(tmp_path)
+def test_two_gpus_answer_like_one(tables: str, directory: Path) -> None:
     requests = tiny_requests([5, 40, 130, 77, 9, 200, 31])
     (alone,) = _answer(directory, tables, [requests])
+    shutil.copytree(_cache_dir(directory, 0), _cache_dir(directory, 1), dirs_exist_ok=True)
     both = _answer(directory, tables, [requests[:2], requests[2:]])
     assert [part["dispatcher"] for part in both] == ["PushDispatcher", "PushDispatcher"]
     assert [part["is_recorded"] for part in both] == [True, True]

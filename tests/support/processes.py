@@ -98,7 +98,7 @@ def run_processes(
     results: dict[int, Any] = {}
     try:
         while len(results) < num_ranks:
-            rank, value, error = out.get(timeout=_DEADLINE_SECONDS)
+            rank, value, error = out.get(timeout=max(_DEADLINE_SECONDS, timeout_seconds))
             assert error is None, f"rank {rank}: {error}"
             results[rank] = pickle.loads(value)
     except queue.Empty:

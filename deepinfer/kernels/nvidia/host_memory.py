@@ -66,8 +66,8 @@ def _register(tensor: Tensor) -> int | None:
 
 
 def _unregister(address: int) -> None:
-    """Undo `_register`, unless a graph is being recorded here, which such a call would break."""
-    if not torch.cuda.is_current_stream_capturing() and int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
+    """Undo `_register`."""
+    if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
         _forget_error()
 
 
