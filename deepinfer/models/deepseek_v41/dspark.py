@@ -19,24 +19,24 @@ from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
 from deepinfer.models.deepseek_v41.rope import Rotation, rotation_at, window_frequencies
 from deepinfer.models.deepseek_v41.weight_types import DraftWeights, LayerWeights
 from deepinfer.models.model_spec import DraftBlock, DraftInputs
-from deepinfer.platforms.side_stream import SideStream
+from deepinfer.platforms.side_stream import SideStreams
 
 
 class DraftStage:
     """One stage: shaped like a window-only layer, but its rows see the context's keys and all keys of their block."""
 
     def __init__(
-        self, config: ModelConfig, stage: int, weights: LayerWeights, kernels: KernelSet, side: SideStream
+        self, config: ModelConfig, stage: int, weights: LayerWeights, kernels: KernelSet, sides: SideStreams
     ) -> None:
         self.stage, self.kernels = stage, kernels
         self.attention = Attention(
-            config, config.num_layers + stage, weights.attention, kernels, side, upstream_open_pair_keys=False
+            config, config.num_layers + stage, weights.attention, kernels, sides.branch, upstream_open_pair_keys=False
         )
         self.experts = MixtureOfExperts(
-            config, weights.moe, kernels, side, num_chosen=config.dspark_num_experts_per_tok
+            config, weights.moe, kernels, sides.branch, num_chosen=config.dspark_num_experts_per_tok
         )
-        self.around_attention = HyperConnection(config, weights.hc_attn, weights.attn_norm, kernels, side)
-        self.around_experts = HyperConnection(config, weights.hc_ffn, weights.ffn_norm, kernels, side)
+        self.around_attention = HyperConnection(config, weights.hc_attn, weights.attn_norm, kernels, sides.mixing)
+        self.around_experts = HyperConnection(config, weights.hc_ffn, weights.ffn_norm, kernels, sides.mixing)
 
     def __call__(
         self,
@@ -88,7 +88,7 @@ class DraftNetwork:
         embedding: Tensor,
         head: Tensor,
         kernels: KernelSet,
-        side: SideStream,
+        sides: SideStreams,
     ) -> None:
         self.block_size, self.num_experts = config.dspark_block_size, config.dspark_n_routed_experts
         self.config, self.kernels, self.embedding = config, kernels, embedding
@@ -96,7 +96,7 @@ class DraftNetwork:
         self.head = kernels.rough_linear.prepare(head)
         self.frequencies = window_frequencies(config, embedding.device)
         self.stages = [
-            DraftStage(config, stage, stage_weights, kernels, side)
+            DraftStage(config, stage, stage_weights, kernels, sides)
             for stage, stage_weights in enumerate(weights.stages)
         ]
         self.markov_embedding, self.markov_head = weights.markov_embed, kernels.linear.prepare(weights.markov_head)

@@ -45,12 +45,15 @@ class Engram:
         self.primes = torch.tensor(constants.primes, dtype=torch.int64, device=device)
         self.offsets = torch.tensor(constants.offsets, dtype=torch.int64, device=device)
 
-    def __call__(self, streams: Tensor, history: Tensor, dispatcher: TokenDispatcher) -> Tensor:
-        """Return `streams` [T, M, D] with the memory of `history` [T, N] added; a collective when tables are spread."""
+    def __call__(self, streams: Tensor, memory: Tensor) -> Tensor:
+        """Return `streams` [T, M, D] with the `memory` of their rows added."""
+        return self.kernels.engram_gate(streams, memory, self.query_weight, self.key_weight, epsilon=self.epsilon)
+
+    def memory(self, history: Tensor, dispatcher: TokenDispatcher) -> Tensor:
+        """Return [T, (M + 1) * D] of `history` [T, N], M keys and the value; a collective when tables are spread."""
         kernels = self.kernels
         rows = kernels.engram_rows(history, self.multipliers, self.primes, self.offsets)
-        memory = kernels.quantized_linear(self.look_up(rows, dispatcher), self.memory_weight)
-        return kernels.engram_gate(streams, memory, self.query_weight, self.key_weight, epsilon=self.epsilon)
+        return kernels.quantized_linear(self.look_up(rows, dispatcher), self.memory_weight)
 
     def look_up(self, rows: Tensor, dispatcher: TokenDispatcher) -> Tensor:
         """Return the table's rows `rows` [T, R] side by side: [T, R * width] model dtype."""

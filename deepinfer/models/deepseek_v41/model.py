@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from deepinfer.models.deepseek_v41.attention import Attention
 from deepinfer.models.deepseek_v41.caches import Caches, allocate_caches, cache_layout
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.dspark import DraftNetwork
-from deepinfer.models.deepseek_v41.dspark_rings import DraftRings
+from deepinfer.models.deepseek_v41.dspark_rings import DraftRings, FeatureTap
 from deepinfer.models.deepseek_v41.engram import Engram, engram_history
 from deepinfer.models.deepseek_v41.engram_constants import EngramConstants
 from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, Residual, open_streams
@@ -23,7 +25,7 @@ from deepinfer.models.deepseek_v41.rope import compressed_frequencies, window_fr
 from deepinfer.models.deepseek_v41.step_rows import StepRows, build_step_rows
 from deepinfer.models.deepseek_v41.weight_types import LayerWeights, Weights
 from deepinfer.models.model_spec import ForwardInputs, ForwardOutput, KVPart
-from deepinfer.platforms.side_stream import SideStream
+from deepinfer.platforms.side_stream import SideStreams, SideWork, open_side_streams
 
 
 class Layer:
@@ -37,7 +39,7 @@ class Layer:
         constants: EngramConstants | None,
         kernels: KernelSet,
         *,
-        side: SideStream,
+        sides: SideStreams,
         few_rows: bool,
         upstream_open_pair_keys: bool,
     ) -> None:
@@ -46,13 +48,13 @@ class Layer:
             assert constants is not None
             self.engram = Engram(config, weights.engram, constants, kernels)
         self.attention = Attention(
-            config, layer, weights.attention, kernels, side, upstream_open_pair_keys=upstream_open_pair_keys
+            config, layer, weights.attention, kernels, sides.branch, upstream_open_pair_keys=upstream_open_pair_keys
         )
         self.experts = MixtureOfExperts(
-            config, weights.moe, kernels, side, num_chosen=config.num_experts_per_tok, few_rows=few_rows
+            config, weights.moe, kernels, sides.branch, num_chosen=config.num_experts_per_tok, few_rows=few_rows
         )
-        self.around_attention = HyperConnection(config, weights.hc_attn, weights.attn_norm, kernels, side)
-        self.around_experts = HyperConnection(config, weights.hc_ffn, weights.ffn_norm, kernels, side)
+        self.around_attention = HyperConnection(config, weights.hc_attn, weights.attn_norm, kernels, sides.mixing)
+        self.around_experts = HyperConnection(config, weights.hc_ffn, weights.ffn_norm, kernels, sides.mixing)
 
     def __call__(
         self,
@@ -61,12 +63,14 @@ class Layer:
         rows: StepRows,
         inputs: ForwardInputs,
         published: Published,
+        memory: SideWork[Tensor] | None,
         cut: Cut | None,
     ) -> Residual:
-        """Return the residual behind this layer; with `cut` that of its kept rows."""
+        """Return the residual behind this layer; with `cut` that of its kept rows. `memory`: that of `history`."""
         if self.engram is not None:
+            found = self.engram.memory(history, inputs.dispatcher) if memory is None else memory.wait()
             residual = residual.settled(self.kernels)
-            residual = Residual(self.engram(residual.streams, history, inputs.dispatcher), residual.pre)
+            residual = Residual(self.engram(residual.streams, found), residual.pre)
         residual = self.around_attention(
             residual,
             lambda hidden: self.attention(hidden, rows, inputs.caches, published, cut),
@@ -98,12 +102,13 @@ class DeepseekV41:
         self.device = weights.embed.device
         self.embedding, self.norm = weights.embed, weights.norm
         self.head = kernels.linear.prepare(weights.head)
-        rings, draft, side = weights.draft_rings, weights.draft, SideStream(weights.embed.device)
+        rings, draft, sides = weights.draft_rings, weights.draft, open_side_streams(weights.embed.device)
+        self.ahead = sides.ahead
         self.layout = cache_layout(config, kernels, with_drafts=rings is not None)
         self.draft_rings = None if rings is None else DraftRings(config, rings, kernels)
         self.draft_network = None
         if draft is not None:
-            self.draft_network = DraftNetwork(config, draft, weights.embed, weights.head, kernels, side)
+            self.draft_network = DraftNetwork(config, draft, weights.embed, weights.head, kernels, sides)
         self.window_frequencies = window_frequencies(config, self.device)
         self.compressed_frequencies = compressed_frequencies(config, self.device)
         constants = {constants.layer_id: constants for constants in config.engram_constants()}
@@ -116,7 +121,7 @@ class DeepseekV41:
                 layer_weights,
                 constants.get(layer),
                 kernels,
-                side=side,
+                sides=sides,
                 few_rows=has_few_rows and layer >= config.first_decoder_layer,
                 upstream_open_pair_keys=upstream_open_pair_keys,
             )
@@ -146,7 +151,7 @@ class DeepseekV41:
         assert inputs.kernels is self.kernels, "the weights were prepared for another kernel set"
         residual = self.embed(inputs.token_ids)
         rows, history, logit_rows = self.step_rows(inputs), self.history(inputs), inputs.logit_rows
-        cut = self.cut(inputs, rows)
+        cut, memories = self.cut(inputs, rows), self.memories_ahead(history, inputs)
         published = Published()
         tap = None if self.draft_rings is None else self.draft_rings.tap()
         for number, layer in enumerate(self.layers):
@@ -154,19 +159,38 @@ class DeepseekV41:
                 residual = residual.settled(self.kernels)
                 tap(number, residual.streams)
             here = cut if number == self.config.first_decoder_layer else None
-            residual = layer(residual, history, rows, inputs, published, here)
+            residual = layer(residual, history, rows, inputs, published, memories.get(number), here)
             if here is not None:
                 rows, history, logit_rows = here.behind, history[here.kept], here.logit_rows
                 if tap is not None:
                     tap.keep(here.kept)
-        if self.draft_rings is not None and tap is not None:
-            self.draft_rings.store(tap.features(), rows, inputs.caches)
+        storing = self.ahead.start(lambda: self._store_features(tap, rows, inputs.caches))
         residual = residual.settled(self.kernels)
-        return ForwardOutput(self.logits(residual.streams[logit_rows], residual.pre[logit_rows]))
+        logits = self.logits(residual.streams[logit_rows], residual.pre[logit_rows])
+        storing.wait()
+        return ForwardOutput(logits)
+
+    def _store_features(self, tap: FeatureTap | None, rows: StepRows, caches: Caches) -> None:
+        if self.draft_rings is not None and tap is not None:
+            self.draft_rings.store(tap.features(), rows, caches)
 
     def embed(self, token_ids: Tensor) -> Residual:
         """Return what enters the first layer."""
         return open_streams(self.embedding[token_ids].to(self.kernels.numerics.dtype), self.config.hc_mult)
+
+    def memories_ahead(self, history: Tensor, inputs: ForwardInputs) -> dict[int, SideWork[Tensor]]:
+        """Start to look up the memories of decode rows by layer, unless it takes an exchange: these have one order.
+
+        Those of prompts would take much room: a layer looks them up when it runs.
+        """
+        if inputs.prompts is not None:
+            return {}
+        engrams = {number: layer.engram for number, layer in enumerate(self.layers) if layer.engram is not None}
+        return {
+            number: self.ahead.start(partial(engram.memory, history, inputs.dispatcher))
+            for number, engram in engrams.items()
+            if not engram.table.is_share
+        }
 
     def cut(self, inputs: ForwardInputs, rows: StepRows) -> Cut | None:
         """Return which rows go on behind the first decoder layer; None: all of them."""
@@ -184,6 +208,7 @@ class DeepseekV41:
         return build_step_rows(
             inputs,
             inputs.caches,
+            self.ahead,
             window=self.config.sliding_window,
             window_frequencies=self.window_frequencies,
             compressed_frequencies=self.compressed_frequencies,

@@ -13,6 +13,7 @@ from torch import Tensor
 from deepinfer.models.deepseek_v41.caches import GLOBAL_GROUP, OPEN_PAIRS_PER_SLOT, Caches
 from deepinfer.models.deepseek_v41.rope import Rotation, rotation_at
 from deepinfer.models.model_spec import ForwardInputs
+from deepinfer.platforms.side_stream import SideStream, SideWork
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,10 +42,20 @@ class PairRows:
 
 
 @dataclass(slots=True, frozen=True)
+class CompressedRows:
+    """What layers with a compressed cache need besides: `entries` by ratio, `pairs`, and the rotation of the rows."""
+
+    entries: dict[int, EntryRows]
+    pairs: PairRows
+    rotation: Rotation
+
+
+@dataclass(slots=True, frozen=True)
 class StepRows:
     """T rows of B sequences. `window_rows` [T, W]: rows of a layer's ring, or `len(ring) + t` for row t of this step,
     ascending by position, -1 behind the last; the ring as it was before the step. `ring_targets` [T]: the ring's row
     that keeps this row, or -1. `first`, `last` [T]: positions of the first and last row of the row's sequence.
+    The first layers run without `compressed`.
     """
 
     row_sequence: Tensor
@@ -56,10 +67,23 @@ class StepRows:
     last: Tensor
     window_rows: Tensor
     ring_targets: Tensor
-    entries: dict[int, EntryRows]
-    pairs: PairRows
     window_rotation: Rotation
-    compressed_rotation: Rotation
+    compressed: SideWork[CompressedRows]
+
+    @property
+    def entries(self) -> dict[int, EntryRows]:
+        """See `CompressedRows`."""
+        return self.compressed.wait().entries
+
+    @property
+    def pairs(self) -> PairRows:
+        """See `CompressedRows`."""
+        return self.compressed.wait().pairs
+
+    @property
+    def compressed_rotation(self) -> Rotation:
+        """See `CompressedRows`."""
+        return self.compressed.wait().rotation
 
     @property
     def is_decode(self) -> Tensor:
@@ -70,13 +94,14 @@ class StepRows:
 def build_step_rows(
     inputs: ForwardInputs,
     caches: Caches,
+    ahead: SideStream,
     *,
     window: int,
     window_frequencies: Tensor,
     compressed_frequencies: Tensor,
     window_starts: Tensor | None = None,
 ) -> StepRows:
-    """Build the lists; rows of a sequence are at consecutive positions.
+    """Build the lists; rows of a sequence are at consecutive positions. Those of `compressed` are made `ahead`.
 
     `window_starts` [B]: no window sees an earlier position of its sequence; None: all of it may be seen.
     """
@@ -88,10 +113,14 @@ def build_step_rows(
     last = highest[sequence]
     seen_from = torch.zeros_like(positions) if window_starts is None else window_starts[sequence]
     ring = caches.layout.ring_length
-    compressed_rotation = rotation_at(positions, compressed_frequencies)
-    entries = {1: _every_row(inputs, real, caches, compressed_rotation)}
-    if 2 in caches.layout.ratios.values():
-        entries[2] = _every_other_row(inputs, real, caches, compressed_frequencies)
+
+    def make_compressed() -> CompressedRows:
+        rotation = rotation_at(positions, compressed_frequencies)
+        entries = {1: _every_row(inputs, real, caches, rotation)}
+        if 2 in caches.layout.ratios.values():
+            entries[2] = _every_other_row(inputs, real, caches, compressed_frequencies)
+        return CompressedRows(entries, _pair_rows(positions, first, last, slots, real), rotation)
+
     return StepRows(
         row_sequence=sequence,
         sequence_starts=inputs.sequence_starts,
@@ -102,10 +131,8 @@ def build_step_rows(
         last=last,
         window_rows=_window_rows(positions, seen_from, first, numbers, slots, real, window, caches),
         ring_targets=torch.where(real & (positions > last - ring), slots * ring + positions % ring, -1),
-        entries=entries,
-        pairs=_pair_rows(positions, first, last, slots, real),
         window_rotation=rotation_at(positions, window_frequencies),
-        compressed_rotation=compressed_rotation,
+        compressed=ahead.start(make_compressed),
     )
 
 
