@@ -126,16 +126,21 @@ def _maxima_kernel(
     SIZE: tl.constexpr,
     NEWEST: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """Largest of each SIZE neighbours, values of UNIT entries each (0: all count); NEWEST: the last visible is +inf."""
+    """Largest of each SIZE neighbours, values of UNIT entries each (0: all count); NEWEST: the last visible is +inf.
+
+    WHOLE: `width` is a multiple of SIZE, so that the neighbours are one load.
+    """
     row = tl.program_id(0).to(tl.int64)
     limit = width
     if UNIT > 0:
         limit = tl.minimum((tl.load(visible_ptr + row).to(tl.int32) + UNIT - 1) // UNIT, width)
     numbers = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     children = numbers[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    values = tl.load(value_ptr + row * stride + children, mask=children < limit, other=float("-inf"))
-    best = tl.max(values.to(tl.float32), 1)
+    readable = numbers[:, None] * SIZE < width if WHOLE else children < limit
+    values = tl.load(value_ptr + row * stride + children, mask=readable, other=float("-inf")).to(tl.float32)
+    best = tl.max(tl.where(children < limit, values, float("-inf")), 1)
     if NEWEST:
         best = tl.where((numbers == (limit - 1) // SIZE) & (limit > 0), float("inf"), best)
     tl.store(out_ptr + row * num_out + numbers, best, mask=numbers < num_out)
@@ -162,6 +167,7 @@ def block_maxima(values: Tensor, visible: Tensor | None, *, unit: int, size: int
             SIZE=size,
             NEWEST=newest,
             BLOCK=block,
+            WHOLE=width % size == 0,
         )
     return out
 
