@@ -271,8 +271,9 @@ def engram_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
 def attention_cases(kernels: KernelSet, rows: int, context: int) -> Iterator[Case]:
     """Selection over half and over all of the context, inside candidate blocks, and sparse attention."""
     requests = max(1, rows // ROWS_PER_REQUEST) if rows <= 1024 else 1
-    for name, entries, candidates in (("ratio 2", context // 2, False), ("ratio 1", context, True)):
-        yield from _index_cases(kernels, rows, requests, name, entries if requests > 1 else entries // 8, candidates)
+    for ratio in (2, 1):
+        entries = context // ratio if requests > 1 else context // ratio // 8
+        yield from _index_cases(kernels, rows, requests, ratio, entries)
     window, main = (kernels.record_formats(kind, HEAD_DIM) for kind in ("window", "main"))  # type: ignore[arg-type]
     ring = torch.zeros(140 * requests, window.num_bytes, dtype=torch.uint8, device="cuda")
     ring.copy_(window.pack(normal(len(ring), HEAD_DIM)))
@@ -306,15 +307,13 @@ def attention_cases(kernels: KernelSet, rows: int, context: int) -> Iterator[Cas
         )
 
 
-def _index_cases(
-    kernels: KernelSet, rows: int, requests: int, name: str, entries: int, with_candidates: bool
-) -> Iterator[Case]:
-    record = kernels.record_formats("index", INDEX_DIM)
-    blocks = entries // BLOCK
-    shared = min(requests, 8)  # requests read eight different sets of blocks: far more than the L2 cache holds
-    pool = record.pack(normal(shared * entries, INDEX_DIM))
-    table = torch.randperm(shared * blocks, device="cuda").view(shared, blocks).repeat(-(-requests // shared), 1)
-    keys = PagedRows(pool, record, table[:requests].contiguous(), BLOCK)
+def _index_cases(kernels: KernelSet, rows: int, requests: int, ratio: int, entries: int) -> Iterator[Case]:
+    """`entries` of `ratio` tokens each; candidates are kept and looked into where an entry is one token."""
+    record, per_block, with_candidates = kernels.record_formats("index", INDEX_DIM), BLOCK // ratio, ratio == 1
+    blocks = entries // per_block
+    pool = record.pack(normal(entries, INDEX_DIM)).repeat(requests, 1)  # every request has keys of its own
+    table = torch.randperm(requests * blocks, device="cuda").view(requests, blocks)
+    keys = PagedRows(pool, record, table, per_block)
     starts = torch.arange(requests + 1, device="cuda") * (rows // requests)
     sequence = torch.repeat_interleave(starts.diff())
     visible = torch.full((rows,), entries, device="cuda")
@@ -336,7 +335,7 @@ def _index_cases(
 
     size = 2.0 * INDEX_HEADS * INDEX_DIM * rows
     moved = requests * entries * record.num_bytes + 2.0 * rows * entries
-    yield Case(f"index_select {name}, {entries} keys", lambda: select(None), moved, size * entries)
+    yield Case(f"index_select ratio {ratio}, {entries} keys", lambda: select(None), moved, size * entries)
     if with_candidates:
         kept = select(None).candidates
         yield Case(
