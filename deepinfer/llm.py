@@ -22,6 +22,7 @@ from deepinfer.config import ClusterConfig, load_config
 from deepinfer.errors import ClusterError, ConfigError, RequestError
 from deepinfer.launcher import (
     RayConnection,
+    check_host,
     check_joinable,
     check_model_settings,
     find_driver,
@@ -85,6 +86,8 @@ class LLM:
             self.config = resolve_for_ray(asked, connection)
             client = _join(self.config, directory) if may_attach else None
             if client is None:
+                if connection.folder is not None and rank_program is None:
+                    check_host(self.config, directory, with_ray=False)
                 own_driver, started = start_engine(
                     self.config,
                     name=f"{self.config.name}-{secrets.token_hex(3)}",

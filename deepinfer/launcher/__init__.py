@@ -3,6 +3,7 @@
 from deepinfer.launcher.accelerator import resolve_for_ray, resolve_here
 from deepinfer.launcher.differences import check_joinable
 from deepinfer.launcher.engine import find_driver, start_engine, stop_engine
+from deepinfer.launcher.host_need import check_host
 from deepinfer.launcher.local import RayConnection, open_ray
 from deepinfer.launcher.logs import read_logs
 from deepinfer.launcher.model_settings import check_model_settings
@@ -14,6 +15,7 @@ __all__ = [
     "ClusterRecord",
     "RayConnection",
     "bring_up",
+    "check_host",
     "check_joinable",
     "check_model_settings",
     "connected",

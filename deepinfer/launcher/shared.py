@@ -21,6 +21,7 @@ from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.accelerator import resolve_for_ray, resolve_here
 from deepinfer.launcher.differences import check_joinable
 from deepinfer.launcher.engine import EngineExistsError, find_driver, start_engine, stop_engine
+from deepinfer.launcher.host_need import check_host
 from deepinfer.launcher.local import attach_recorded, is_reachable
 from deepinfer.launcher.memory import check_fits
 from deepinfer.launcher.model_settings import check_model_settings
@@ -65,6 +66,8 @@ def bring_up(
             _LOGGER.warning("the Ray of the last `up` at %s is gone; clearing what it left", record.address)
             _refuse_leftovers(stop_ray(record, config.ray))
             remove_record(config)
+        if config.ray.provider == "local":
+            check_host(config, Path(model_directory), with_ray=True)
         record = start_ray(config)
         write_record(config, record)
     assert record is not None
