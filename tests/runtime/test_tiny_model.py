@@ -9,7 +9,6 @@ import pytest
 from support.rank_engines import Answer, answer_all
 from support.tiny_ranks import build_tiny_rank, tiny_requests, with_sampling
 
-from deepinfer.errors import ConfigError
 from deepinfer.models.deepseek_v41.tiny import write_tiny
 from deepinfer.protocol import FinishCode
 from deepinfer.tokenizer import Tokenizer
@@ -53,19 +52,6 @@ def test_asynchronous_batches_give_the_tokens_of_synchronous_single_sequences(
 def test_prompts_run_token_by_token(directory: Path, expected: dict[int, list[int]]) -> None:
     answers = _answers(directory, LENGTHS[:3], "prefill.max_tokens_per_step=1")
     assert _tokens(answers) == {index: expected[index] for index in answers}
-
-
-def test_preempted_sequences_come_to_the_same_tokens(directory: Path) -> None:
-    """Cache for 144 tokens: what a sequence produced before its preemption is prefilled again with its prompt."""
-    settings = ("model.max_model_len=144", "cache.block_size=2")
-    with pytest.raises(ConfigError, match="bytes are needed") as refused:
-        build_tiny_rank("decode", directory, *settings, "cache.memory_bytes=1")
-    smallest = int(str(refused.value).split(": ")[1].split()[0])
-    prefill = build_tiny_rank("prefill", directory, *settings)
-    decode = build_tiny_rank("decode", directory, *settings, f"cache.memory_bytes={smallest}")
-    answers = answer_all(prefill, decode, tiny_requests([30, 31, 33, 34], max_tokens=20))
-    assert sum(answer.num_preemptions for answer in answers.values()) > 0
-    assert _tokens(answers) == _tokens(_answers(directory, [30, 31, 33, 34], max_tokens=20))
 
 
 def test_plan_n_plus_1_is_launched_before_result_n_is_read(directory: Path) -> None:

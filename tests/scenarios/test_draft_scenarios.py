@@ -222,11 +222,11 @@ def test_p38_paths_to_be_copied_are_the_same_with_drafts_and_without(directory: 
         tokenizer.encode_text("Write this again: /" + "/".join(numbers.choices(words, k=numbers.randrange(1, 5))))
         for _ in range(30)
     ]
-    requests = [make_request(row, prompt, max_tokens=24, temperature=0.0) for row, prompt in enumerate(prompts)]
+    requests = [make_request(row, prompt, max_tokens=16, temperature=0.0) for row, prompt in enumerate(prompts)]
     plain = _answers(directory, requests, OFF, *SIXTEEN)
     drafted = _answers(directory, requests, *SIXTEEN, make_drafter=_oracle(tokenizer, requests, plain))
     assert _tokens(drafted) == _tokens(plain)
-    assert sum(answer.num_accepted for answer in drafted.values()) > 300
+    assert sum(answer.num_accepted for answer in drafted.values()) > 200
     assert len({tuple(answer.token_ids) for answer in plain.values()}) > 20
 
 
