@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -99,6 +100,7 @@ def rank_tensors(
     `draft` is its share of the draft stages, None for nothing of them. A logical expert that stands twice in a layer
     is yielded twice. Engram tables are yielded whole.
     """
+    held = [Counter(ids) for ids in expert_ids]
     for spec in table:
         if not spec.is_read:
             continue
@@ -107,7 +109,7 @@ def rank_tensors(
         elif spec.layer is None or spec.expert is None:
             yield spec
         else:
-            yield from [spec] * expert_ids[spec.layer].count(spec.expert)
+            yield from [spec] * held[spec.layer][spec.expert]
 
 
 def _num_draft_copies(spec: TensorSpec, draft: DraftShare | None) -> int:
