@@ -2,7 +2,8 @@
 
 Panels are made from what is recorded of the table in `deepinfer.metrics`, so names can't drift. Ray's exporter puts
 `ray_` in front of a name and `_total` behind a counter. Ray also tags every series with the worker that sent it, and a
-restarted rank is a new worker: panels therefore sum over everything but `role` and `rank`.
+restarted rank is a new worker: panels therefore sum over everything but `role` and `rank`. Fields are those of
+Grafana's own schemas of a dashboard, a time series panel and a Prometheus query (grafana-foundation-sdk).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def make_dashboard() -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
+        "annotations": {"list": []},
         "templating": {"list": [_datasource_variable(), _role_variable()]},
         "panels": panels,
     }
@@ -85,7 +87,10 @@ def _graph(number: int, title: str, description: str, unit: str, expressions: li
         "datasource": _DATASOURCE,
         "gridPos": {"x": _WIDTH * (number % 2), "y": _HEIGHT * (number // 2), "w": _WIDTH, "h": _HEIGHT},
         "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
-        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "options": {
+            "legend": {"showLegend": True, "displayMode": "list", "placement": "bottom", "calcs": []},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
         "targets": [
             {"refId": chr(ord("A") + place), "datasource": _DATASOURCE, "expr": expression, "legendFormat": legend}
             for place, (expression, legend) in enumerate(expressions)

@@ -14,7 +14,30 @@ import pytest
 from deepinfer.metrics import RECORDED
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "make_dashboard.py"
-# The fields of Grafana's dashboard model (schema version 39) that a panel of type timeseries needs.
+# What Grafana's own schemas (grafana-foundation-sdk: dashboard, timeseries, prometheus) require and
+# allow of the fields that we write. The whole file was also checked against those schemas.
+OPTIONS = {
+    "type": "object",
+    "required": ["legend", "tooltip"],
+    "properties": {
+        "legend": {
+            "required": ["displayMode", "placement", "showLegend", "calcs"],
+            "properties": {
+                "displayMode": {"enum": ["list", "table", "hidden"]},
+                "placement": {"enum": ["bottom", "right"]},
+                "showLegend": {"type": "boolean"},
+                "calcs": {"type": "array", "items": {"type": "string"}},
+            },
+            "additionalProperties": False,
+        },
+        "tooltip": {
+            "required": ["mode", "sort"],
+            "properties": {"mode": {"enum": ["single", "multi", "none"]}, "sort": {"enum": ["asc", "desc", "none"]}},
+            "additionalProperties": False,
+        },
+    },
+    "additionalProperties": False,
+}
 PANEL = {
     "type": "object",
     "required": ["id", "type", "title", "gridPos", "datasource", "targets", "fieldConfig", "options"],
@@ -27,6 +50,8 @@ PANEL = {
             "properties": {"x": {"type": "integer", "maximum": 23}, "w": {"type": "integer", "maximum": 24}},
         },
         "datasource": {"type": "object", "required": ["type", "uid"]},
+        "options": OPTIONS,
+        "fieldConfig": {"type": "object", "required": ["defaults", "overrides"]},
         "targets": {
             "type": "array",
             "minItems": 1,
@@ -39,10 +64,11 @@ PANEL = {
 }
 DASHBOARD = {
     "type": "object",
-    "required": ["title", "uid", "schemaVersion", "panels", "time", "templating"],
+    "required": ["title", "uid", "schemaVersion", "panels", "time", "templating", "annotations"],
     "properties": {
         "uid": {"type": "string", "maxLength": 40},
         "schemaVersion": {"type": "integer", "minimum": 36},
+        "annotations": {"type": "object", "properties": {"list": {"type": "array"}}, "additionalProperties": False},
         "panels": {"type": "array", "items": PANEL},
         "templating": {"required": ["list"], "properties": {"list": {"items": {"required": ["name", "type"]}}}},
     },
