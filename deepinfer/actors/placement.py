@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
+from ray._private.state import available_resources_per_node  # Ray's public interfaces know totals of nodes only
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
