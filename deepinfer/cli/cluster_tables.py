@@ -41,15 +41,16 @@ def memory_table(roles: Sequence[RoleMemory]) -> Table:
 def rank_table(numbers: dict[str, Any]) -> Table:
     """Return what `status` knows of every rank; running, waiting and what follows are as old as `reported` says."""
     table = Table(box=None, padding=(0, 1))
-    for name in ("rank", "node", "device", "pid", "loads", "running", "waiting", "step", "seconds", "idle", "reported"):
-        is_text = name in ("rank", "node", "device")
+    has_domains = any("domain" in rank for rank in numbers["ranks"].values())
+    texts = ("node", "domain", "device") if has_domains else ("node", "device")
+    for name in ("rank", *texts, "pid", "loads", "running", "waiting", "step", "seconds", "idle", "reported"):
+        is_text = name in ("rank", *texts)
         table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     for name, rank in numbers["ranks"].items():
         load = numbers["loads"].get(name, {})
         table.add_row(
             name,
-            rank["node"],
-            rank["device"],
+            *(rank.get(text, "") for text in texts),
             str(rank["pid"]),
             str(rank["num_loads"]),
             str(load.get("num_running", 0)),

@@ -1,9 +1,12 @@
-"""What `ray.domains` may say: which hosts stand in which scale-up domain."""
+"""Which hosts stand in which scale-up domain: what `ray.domains` may say of it, and what `status` shows."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from deepinfer.actors.domains import DOMAIN_LABEL
 from deepinfer.config import RayConfig
 from deepinfer.errors import ConfigError
 
@@ -22,3 +25,18 @@ def check_domains(config: RayConfig) -> None:
             if host in seen:
                 raise ConfigError(f"{host!r} stands in {seen[host]!r} and in {name!r}", path="ray.domains")
             seen[host] = name
+
+
+def with_domains(ranks: Mapping[str, dict[str, Any]], nodes: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return `ranks` of a status, each with the scale-up `domain` of its node if that has one.
+
+    `nodes`: what Ray knows of its nodes. A rank names its node by the host's name.
+    """
+    names = {
+        node["NodeManagerHostname"]: node["Labels"][DOMAIN_LABEL]
+        for node in nodes
+        if node["Alive"] and DOMAIN_LABEL in node["Labels"]
+    }
+    return {
+        name: {**rank, "domain": names[rank["node"]]} if rank["node"] in names else rank for name, rank in ranks.items()
+    }

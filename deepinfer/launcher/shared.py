@@ -21,6 +21,7 @@ from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.accelerator import resolve_for_ray, resolve_here
 from deepinfer.launcher.differences import check_joinable
 from deepinfer.launcher.engine import EngineExistsError, find_driver, start_engine, stop_engine
+from deepinfer.launcher.host_domains import with_domains
 from deepinfer.launcher.host_need import check_host
 from deepinfer.launcher.local import attach_recorded, is_reachable
 from deepinfer.launcher.memory import check_fits
@@ -122,6 +123,8 @@ def read_status(config: ClusterConfig) -> dict[str, Any]:
         driver = find_driver(config.name, namespace=config.ray.namespace)
         if driver is not None:
             status = _ask(driver.status.remote())
+            if "requests" in status:  # its ranks have started
+                status["ranks"] = with_domains(status["ranks"], ray.nodes())
         elif (orphans := find_orphans(config)) is not None:
             status["state"] = "without a driver"
             status["fatal"] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import platform
 import re
@@ -15,13 +16,16 @@ from types import SimpleNamespace
 import msgspec
 import psutil
 import pytest
+from rich.console import Console
 
 from deepinfer import __version__
 from deepinfer.actors.engine_facts import EngineFacts
+from deepinfer.cli.cluster_tables import rank_table
 from deepinfer.config import ClusterConfig, load_config, resolve
 from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.launcher.differences import check_joinable
 from deepinfer.launcher.engine import summarize
+from deepinfer.launcher.host_domains import with_domains
 from deepinfer.launcher.local import open_ray, start_patiently
 from deepinfer.launcher.logs import _choose, read_logs
 from deepinfer.launcher.ray_processes import stop_processes
@@ -226,6 +230,27 @@ def test_hosts_of_a_domain_carry_its_label() -> None:
     }
     assert "--head" in host_arguments(config, record, "one")
     assert "--address=one:6379" in host_arguments(config, record, "two")
+
+
+def test_a_rank_s_domain_is_that_of_its_node() -> None:
+    ranks = {"decode-0": {"node": "one"}, "decode-1": {"node": "two"}, "prefill-0": {"node": "six"}}
+    nodes = [
+        {"NodeManagerHostname": "one", "Alive": True, "Labels": {"ray.io/gpu-domain": "r"}},
+        {"NodeManagerHostname": "two", "Alive": True, "Labels": {}},
+        {"NodeManagerHostname": "two", "Alive": False, "Labels": {"ray.io/gpu-domain": "old"}},
+    ]
+    found = with_domains(ranks, nodes)
+    assert found == {**ranks, "decode-0": {"node": "one", "domain": "r"}}
+
+
+@pytest.mark.parametrize("domain", [{}, {"domain": "rack-1"}])
+def test_the_table_of_ranks_has_a_domain_where_there_is_one(domain: dict[str, str]) -> None:
+    rank = {"node": "one", "device": "cpu", "pid": 7, "num_loads": 1, **domain}
+    console = Console(width=200, file=io.StringIO())
+    console.print(rank_table({"ranks": {"decode-0": rank}, "loads": {}}))
+    head, line = console.file.getvalue().splitlines()
+    assert head.split()[:4] == ["rank", "node", *(["domain"] if domain else []), "device", "pid"][:4]
+    assert line.split()[:4] == ["decode-0", "one", *domain.values(), "cpu", "7"][:4]
 
 
 def test_a_head_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
