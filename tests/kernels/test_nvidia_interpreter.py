@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.op_cases import CHECKS
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,4 +25,5 @@ def test_triton_kernels_under_the_interpreter() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]
-    assert run.stdout.count("passed") == 20
+    passed = {line.removeprefix("passed ") for line in run.stdout.splitlines() if line.startswith("passed ")}
+    assert passed > set(CHECKS), "the backend's own cases run beside those of the ops"
