@@ -129,9 +129,9 @@ class DraftNetwork(Protocol):
         ...
 
     def confidence(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return float32 [B]: log-odds that the draft of a row is accepted, given that all before it are.
+        """Return float32 [n]: log-odds that the draft of a row is accepted, given that all before it are.
 
-        `hidden` [B, D] of the row, `token_ids` [B] its token; the draft itself is not looked at.
+        `hidden` [n, D] of the row, `token_ids` [n] its token; the draft itself is not looked at.
         """
         ...
 

@@ -116,9 +116,9 @@ class ChainDrafter:
             by_owner=torch.arange(len(slots), device=slots.device)[:, None],
             max_position=0,
         )
-        token_ids, confidence, kept = [], [], []
+        token_ids, before, kept = [], [], []
         for row in range(self._max_drafts):
-            confidence.append(self._network.confidence(block.hidden[:, row], previous))
+            before.append(previous)
             scores, bias = block.logits[:, row], self._network.markov_bias(previous)
             rows = replace(rows, positions=rows.positions + 1)
             if self._independent:
@@ -126,4 +126,9 @@ class ChainDrafter:
             purpose = DRAFT_PURPOSE + row if self._independent else TOKEN_PURPOSE
             previous, _ = choose(scores, None, rows, self._state, purpose=purpose, bias=bias)
             token_ids.append(previous)
-        return Drafts(torch.stack(token_ids, 1), torch.stack(confidence, 1), torch.stack(kept, 1) if kept else None)
+        confidence = self._network.confidence(block.hidden.flatten(0, 1), torch.stack(before, 1).flatten())
+        return Drafts(
+            torch.stack(token_ids, 1),
+            confidence.unflatten(0, (len(slots), self._max_drafts)),
+            torch.stack(kept, 1) if kept else None,
+        )

@@ -30,7 +30,7 @@ class Attention:
         *,
         upstream_open_pair_keys: bool,
     ) -> None:
-        """`side` makes the keys and selects among them while the queries are computed."""
+        """`side` makes keys and selects among them while the queries are computed, and stores beside the output."""
 
         def prepare(linear: QuantizedLinear) -> object:
             return kernels.quantized_linear.prepare(linear.weight, linear.scale)
@@ -78,8 +78,12 @@ class Attention:
         query = self.queries(asking_latent, self._rotation(asking))
         records = keys.wait()
         mixed = self._attend(query, records, asking, caches, published)
-        self.kernels.store_rows(caches.window[self.layer], rows.ring_targets, records)
-        return self.output(mixed, self._rotation(asking))
+        storing = self.side.start(
+            lambda: self.kernels.store_rows(caches.window[self.layer], rows.ring_targets, records)
+        )
+        output = self.output(mixed, self._rotation(asking))
+        storing.wait()
+        return output
 
     def compress(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latents of the queries [T, q rank] and of the keys [T, d], not normalised; rows lie apart."""
