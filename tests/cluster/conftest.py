@@ -14,10 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
+from support.tiny_checkpoint import directory
 
 from deepinfer.config import load_config, resolve
 from deepinfer.launcher.providers import stop_ray
 from deepinfer.launcher.record import read_record
+
+__all__ = ["ROOT", "TINY", "Commands", "commands", "directory", "processes_in"]
 
 ROOT = Path(__file__).parent.parent.parent
 _ENTRIES = {"deepinfer": "deepinfer.cli.main", "deepinfer-cluster": "deepinfer.cli.cluster"}

@@ -13,16 +13,8 @@ from deepinfer.config import load_config
 from deepinfer.errors import ConfigError
 from deepinfer.launcher import check_model_settings
 from deepinfer.llm import LLM
-from deepinfer.models.deepseek_v41.tiny import write_tiny
 
 TOO_SMALL = r"model.prefill_keep_tokens: 17 tokens are too few: the window of 16 .* need 28"
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    write_tiny(path)
-    return path
 
 
 def test_a_kept_suffix_below_what_the_windows_need(directory: Path) -> None:

@@ -15,19 +15,11 @@ from support.tiny_ranks import build_tiny_rank, tiny_config, tiny_requests
 from deepinfer.errors import ConfigError
 from deepinfer.kernels.reference.engram import EngramLookup
 from deepinfer.metrics import MemoryRecorder
-from deepinfer.models.deepseek_v41.tiny import write_tiny
 from deepinfer.platforms.cpu import CpuPlatform
 from deepinfer.runtime.build import _Builder, build_rank_engine
 from deepinfer.runtime.kv_transfer import pack_parts, split_parts
 
 LENGTHS = [1, 5, 18, 33, 40]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    write_tiny(path)
-    return path
 
 
 def test_every_phase_is_told_and_logged(directory: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,6 @@ from support.tiny_ranks import VOCAB_SIZE, build_tiny_rank, tiny_requests, with_
 
 from deepinfer.codec import unpack
 from deepinfer.errors import ConfigError
-from deepinfer.models.deepseek_v41.tiny import write_tiny
 from deepinfer.protocol import FinishCode, Request
 from deepinfer.runtime.build_drafts import MakeDrafter
 from deepinfer.speculative.cost_table import read_table
@@ -25,13 +24,6 @@ from deepinfer.tokenizer import Tokenizer
 RING = 28  # the tiny model's window of 16, and 12
 OFF = "speculative.max_draft_tokens=0"
 LENGTHS = [1, 15, 17, 49]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    write_tiny(path)
-    return path
 
 
 def _requests(lengths: list[int] = LENGTHS, **sampling: Any) -> list[Request]:

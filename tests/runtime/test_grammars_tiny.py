@@ -17,7 +17,6 @@ from support.rank_engines import Answer, answer_all, make_request
 from support.tiny_ranks import build_tiny_rank
 
 from deepinfer.codec import unpack_floats
-from deepinfer.models.deepseek_v41.tiny import write_tiny
 from deepinfer.protocol import FinishCode, GrammarSpec, OutputFormat, Request
 from deepinfer.schema_check import grammar_of_so_args, grammar_of_tools
 from deepinfer.tokenizer import OutputParser, Tokenizer, parse_tools
@@ -33,13 +32,6 @@ CITY = {
     "properties": {"city": {"type": "string", "maxLength": 3}, "n": {"type": "integer", "maximum": 99}},
     "required": ["city", "n"],
 }
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    write_tiny(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,8 @@ import pytest
 from support.rank_engines import answer_all
 from support.tiny_ranks import build_tiny_rank, tiny_requests
 
-from deepinfer.models.deepseek_v41.tiny import write_tiny
-
 # Padding changes the sizes of products: only the batch-invariant kernels give the same bits.
 SETTINGS = ("accelerator=nvidia", "determinism.batch_invariant=true", "cache.memory_bytes=268435456")
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    write_tiny(path)
-    return path
 
 
 @pytest.mark.gpu

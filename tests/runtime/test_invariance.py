@@ -12,19 +12,11 @@ from support.rank_engines import make_request
 from support.tiny_ranks import VOCAB_SIZE, build_tiny_rank
 
 from deepinfer.errors import ConfigError
-from deepinfer.models.deepseek_v41.tiny import write_tiny
 from deepinfer.protocol import Request
 
 # below, at and above the kept suffix of 28 tokens; odd and even; 75 fills several blocks
 LENGTHS = (1, 2, 17, 28, 29, 46, 75)
 INVARIANT = "determinism.batch_invariant=true"
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    write_tiny(path)
-    return path
 
 
 def watched(lengths: tuple[int, ...] = LENGTHS, *, num_tokens: int = 4) -> list[Request]:

@@ -10,17 +10,9 @@ from support.tiny_ranks import build_tiny_rank
 
 from deepinfer.distributed.local_dispatcher import LocalDispatcher
 from deepinfer.errors import ConfigError
-from deepinfer.models.deepseek_v41.tiny import write_tiny
 from deepinfer.protocol import LogprobColumns, PrefilledRequest
 
 PROMPT = [3 + place * 37 % 500 for place in range(70)]  # the kept suffix has 28 tokens
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    write_tiny(path)
-    return path
 
 
 def prefill(directory: Path, *settings: str) -> dict[int, PrefilledRequest]:

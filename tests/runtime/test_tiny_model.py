@@ -9,18 +9,10 @@ import pytest
 from support.rank_engines import Answer, answer_all
 from support.tiny_ranks import build_tiny_rank, tiny_requests, with_sampling
 
-from deepinfer.models.deepseek_v41.tiny import write_tiny
 from deepinfer.protocol import FinishCode
 from deepinfer.tokenizer import Tokenizer
 
 LENGTHS = [1, 2, 17, 49, 90]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    write_tiny(path)
-    return path
 
 
 def _answers(directory: Path, lengths: list[int], *settings: str, **sampling: object) -> dict[int, Answer]:

@@ -13,7 +13,6 @@ from support.tiny_ranks import tiny_requests
 
 from deepinfer.config import load_config, resolve
 from deepinfer.metrics import MemoryRecorder
-from deepinfer.models.deepseek_v41.tiny import tiny_directory
 from deepinfer.protocol import Request
 from deepinfer.runtime.build import build_rank_engine
 from deepinfer.runtime.rank_engine import RankEngine
@@ -74,11 +73,6 @@ def _answer(directory: Path, tables: str, shares: list[list[Request]]) -> list[d
         start_method="spawn",
         one_gpu_each=True,
     )
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_directory(tmp_path_factory.mktemp("two-gpus"))
 
 
 @pytest.mark.timeout(900)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from support.local_ray import local_ray
+from support.tiny_checkpoint import directory
 from support.tiny_ranks import smallest_cache
 
 from deepinfer.llm import LLM
 from deepinfer.models.deepseek_v41.tiny import tiny_directory
 
-__all__ = ["local_ray"]
+__all__ = ["directory", "local_ray"]
 
 MAX_MODEL_LEN = 256
 

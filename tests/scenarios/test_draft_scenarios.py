@@ -20,7 +20,6 @@ from support.rank_engines import Answer, answer_all, make_request
 from support.tiny_ranks import build_tiny_rank
 
 from deepinfer.codec import unpack
-from deepinfer.models.deepseek_v41.tiny import write_tiny
 from deepinfer.protocol import OutputFormat, Request
 from deepinfer.runtime.build_drafts import MakeDrafter
 from deepinfer.schema_check import grammar_of_so_args
@@ -31,13 +30,6 @@ BLOCK = 16  # `cache.block_size` of the tiny ranks, and the model's window too
 RING = 28  # that window and 12: the kept suffix of a prompt
 SIXTEEN = ("prefill.max_running=16", "decode.max_running=16")
 LABELS = ("spam", "news", "bill")
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    write_tiny(path)
-    return path
 
 
 @pytest.fixture(scope="module")
