@@ -7,19 +7,17 @@ Unknown keys and variables are refused with the nearest good name; what is not b
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import msgspec
-import yaml
 
 from deepinfer.errors import ConfigError
+from deepinfer.settings_tree import assign, convert, flatten, name_of, nearest, parse_setting, read_yaml
 
 Accelerator = Literal["auto", "cpu", "nvidia", "ascend"]
 TablePlace = Literal["host", "sharded"]
@@ -221,6 +219,9 @@ ENVIRONMENT = (
     EnvironmentVariable("DEEPINFER_CACHE_DIR", "cache_dir", "text", "compiled kernels, cost tables, tiny checkpoint"),
 )
 
+# Options that hold a mapping of the user's.
+_MAPPINGS = ("ray.runtime_env", "ray.domains", "kernels.overrides")
+
 # Fields of features that are not built yet, with the only value that is accepted until they are.
 _NOT_AVAILABLE: dict[str, object] = {
     "prefill.attention": "dp",
@@ -257,17 +258,6 @@ _POSITIVE = (
 )
 
 
-_EXPECTED = re.compile(r"Expected `(.+)`, got `.+`")
-_TYPE_WORDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "a text",
-    "array": "a list",
-    "object": "a mapping",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
     """A config and where each value that is no default came from (dotted path -> "file", variable or "--set")."""
@@ -291,18 +281,21 @@ def load_config(
     tree: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if file is not None:
-        tree = _read_yaml(Path(file))
-        sources.update(dict.fromkeys(_leaf_paths(tree), "file"))
+        tree = read_yaml(Path(file))
+        if isinstance(tree.get("model"), str):
+            tree["model"] = {"path": tree["model"]}
+        sources.update(dict.fromkeys(flatten(tree, _MAPPINGS), "file"))
     for variable, value in _read_environment(os.environ if environ is None else environ):
-        _assign(tree, variable.path, value)
+        assign(tree, variable.path, value)
         sources[variable.path] = variable.name
     if model is not None:
         settings = [*settings, f"model.path={model}"]
     for setting in settings:
-        path, value = _parse_setting(setting)
-        _assign(tree, path, value)
+        path, value = parse_setting(setting)
+        path = "model.path" if path == "model" else path
+        assign(tree, path, value)
         sources[path] = "--set"
-    config = _convert(tree, sources)
+    config = convert(tree, ClusterConfig, sources)
     _check(config, sources)
     return LoadedConfig(config, sources)
 
@@ -344,39 +337,12 @@ def decode_config(data: bytes) -> ClusterConfig:
 
 def config_fields(config: ClusterConfig) -> dict[str, Any]:
     """Return every field by dotted path, in declaration order."""
-    return _flatten(msgspec.to_builtins(config))
+    return flatten(msgspec.to_builtins(config), _MAPPINGS)
 
 
 def all_paths() -> list[str]:
     """Return the dotted path of every option (a mapping such as `ray.runtime_env` is one option)."""
     return list(config_fields(ClusterConfig()))
-
-
-def _read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"can't read the config file {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is no UTF-8 text ({error}); save it as UTF-8") from error
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no valid YAML: {_yaml_fault(error)}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file} must hold a mapping of sections, not a {type(tree).__name__}")
-    if isinstance(tree.get("model"), str):
-        tree["model"] = {"path": tree["model"]}
-    return tree
-
-
-def _yaml_fault(error: yaml.YAMLError) -> str:
-    """Return what is wrong and where, in one line."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
-    return " ".join(str(error).split())
 
 
 def _read_environment(environ: Mapping[str, str]) -> list[tuple[EnvironmentVariable, Any]]:
@@ -386,7 +352,7 @@ def _read_environment(environ: Mapping[str, str]) -> list[tuple[EnvironmentVaria
         if not name.startswith("DEEPINFER_") or environ[name] == "":
             continue
         if name not in known:
-            raise ConfigError(f"unknown environment variable{_nearest(name, known)}", path=name)
+            raise ConfigError(f"unknown environment variable{nearest(name, known)}", path=name)
         values.append((known[name], _parse_variable(known[name], environ[name])))
     return values
 
@@ -404,110 +370,20 @@ def _parse_variable(variable: EnvironmentVariable, text: str) -> Any:
     return text
 
 
-def _parse_setting(setting: str) -> tuple[str, Any]:
-    path, separator, text = setting.partition("=")
-    if not separator or not path:
-        raise ConfigError(f"--set {setting!r} must look like section.field=value")
-    if path == "model":
-        path = "model.path"
-    try:
-        return path, yaml.safe_load(text)
-    except yaml.YAMLError:
-        return path, text
-
-
-def _assign(tree: dict[str, Any], path: str, value: Any) -> None:
-    *sections, field = path.split(".")
-    for section in sections:
-        below = tree.setdefault(section, {})
-        if not isinstance(below, dict):
-            raise ConfigError(f"{section!r} is not a section", path=path)
-        tree = below
-    tree[field] = value
-
-
-def _convert(tree: dict[str, Any], sources: Mapping[str, str]) -> ClusterConfig:
-    _refuse_unknown(tree, ClusterConfig, "")
-    _spell_off(tree, ClusterConfig)
-    _refuse_unknown_words(tree, ClusterConfig, "", sources)
-    try:
-        return msgspec.convert(tree, ClusterConfig)
-    except msgspec.ValidationError as error:
-        message, _, place = str(error).partition(" - at `")
-        path = place.rstrip("`").removeprefix("$").removeprefix(".")
-        raise ConfigError(_type_fault(message, tree, path), path=_named(path, sources)) from error
-
-
-def _type_fault(message: str, tree: dict[str, Any], path: str) -> str:
-    """Return msgspec's `message` about the value at `path` in a user's words, with the value."""
-    expected = _EXPECTED.match(message)
-    value: Any = tree
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    if expected is None or value is None:
-        return message
-    kinds = [_TYPE_WORDS.get(kind, kind) for kind in expected[1].split(" | ") if kind != "null"]
-    return f"must be {' or '.join(kinds)}, not {value!r}"
-
-
-def _refuse_unknown(tree: dict[str, Any], struct: type[msgspec.Struct], prefix: str) -> None:
-    fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if key not in fields:
-            raise ConfigError(f"unknown key{_nearest(str(key), fields)}", path=path)
-        kind = fields[key]
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            if not isinstance(value, dict):
-                raise ConfigError(f"must be a section with fields, not {value!r}", path=path)
-            _refuse_unknown(value, kind, f"{path}.")
-
-
-def _refuse_unknown_words(
-    tree: dict[str, Any], struct: type[msgspec.Struct], prefix: str, sources: Mapping[str, str]
-) -> None:
-    """Refuse what is none of an option's words, with the words that are."""
-    for field in msgspec.structs.fields(struct):
-        if field.name not in tree:
-            continue
-        value, path = tree[field.name], f"{prefix}{field.name}"
-        if isinstance(value, dict) and isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            _refuse_unknown_words(value, field.type, f"{path}.", sources)
-        elif get_origin(field.type) is Literal and value not in get_args(field.type):
-            words = ", ".join(get_args(field.type))
-            raise ConfigError(f"{value!r} is not known; use {words}", path=_named(path, sources))
-
-
-def _named(path: str, sources: Mapping[str, str]) -> str:
-    """Return the name under which the user has set `path`: its variable, or the path itself."""
-    source = sources.get(path, path)
-    return path if source in ("file", "--set") else source
-
-
-def _spell_off(tree: dict[str, Any], struct: type[msgspec.Struct]) -> None:
-    """Where an option has the value "off", mean it: YAML reads the bare word as false."""
-    for field in msgspec.structs.fields(struct):
-        value = tree.get(field.name)
-        if isinstance(value, dict) and isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            _spell_off(value, field.type)
-        elif value is False and "off" in get_args(field.type):
-            tree[field.name] = "off"
-
-
 def _check(config: ClusterConfig, sources: Mapping[str, str]) -> None:
     fields = config_fields(config)
     for path, neutral in _NOT_AVAILABLE.items():
         if fields[path] != neutral:
             message = f"{fields[path]!r} is not available yet; leave it out or set {neutral!r}"
-            raise ConfigError(message, path=_named(path, sources))
+            raise ConfigError(message, path=name_of(path, sources))
     for path in _POSITIVE:
         value = fields[path]
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"must be above 0 and finite, not {value}", path=_named(path, sources))
+            raise ConfigError(f"must be above 0 and finite, not {value}", path=name_of(path, sources))
     _check_speculative(config, sources)
     if config.accelerator == "ascend":
         message = "'ascend' is not available yet; use 'nvidia' or 'cpu'"
-        raise ConfigError(message, path=_named("accelerator", sources))
+        raise ConfigError(message, path=name_of("accelerator", sources))
     if config.cache.block_size % 2:
         raise ConfigError(f"must be even, not {config.cache.block_size}", path="cache.block_size")
     if not 0 < config.cache.memory_fraction <= 1:
@@ -517,31 +393,10 @@ def _check(config: ClusterConfig, sources: Mapping[str, str]) -> None:
 def _check_speculative(config: ClusterConfig, sources: Mapping[str, str]) -> None:
     path, drafts = "speculative.max_draft_tokens", config.speculative.max_draft_tokens
     if not 0 <= drafts <= MAX_DRAFT_TOKENS:
-        raise ConfigError(f"must lie in 0 .. {MAX_DRAFT_TOKENS}, not {drafts}", path=_named(path, sources))
+        raise ConfigError(f"must lie in 0 .. {MAX_DRAFT_TOKENS}, not {drafts}", path=name_of(path, sources))
     if config.speculative.verifier == "rejection" and config.determinism.batch_invariant:
         raise ConfigError(
             "'rejection' makes the output depend on how many drafts were verified; with determinism.batch_invariant "
             "use 'shared_noise'",
             path="speculative.verifier",
         )
-
-
-def _nearest(name: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    mappings = ("ray.runtime_env", "ray.domains", "kernels.overrides")
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, dict) and path not in mappings:
-            flat.update(_flatten(value, f"{path}."))
-        else:
-            flat[path] = value
-    return flat
-
-
-def _leaf_paths(tree: dict[str, Any]) -> list[str]:
-    return list(_flatten(tree))

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "deepinfer"
 
 # Lower stands left. A module may import what stands before it, and its own room.
 ORDER = [
-    "errors", "log", "metrics", "config", "protocol", "codec",
+    "errors", "log", "metrics", "settings_tree", "config", "protocol", "codec",
     "kv_cache", "tokenizer", "schema_check", "scheduler",
     "platforms", "kernels", "distributed",
     "models", "structured_outputs", "sampling", "speculative",
@@ -30,7 +30,7 @@ _KERNELS = _DEVICE | {"triton", "deep_gemm", "flash_mla"}
 _MODEL = _DEVICE | {"safetensors", "huggingface_hub"}
 _DOORS = _LOGIC | {"ray", "psutil"}
 THIRD_PARTIES = {
-    **dict.fromkeys(["errors", "log", "metrics", "config", "protocol", "codec"], _GROUND),
+    **dict.fromkeys(["errors", "log", "metrics", "settings_tree", "config", "protocol", "codec"], _GROUND),
     **dict.fromkeys(["kv_cache", "tokenizer", "schema_check", "scheduler"], _LOGIC),
     **dict.fromkeys(["platforms", "distributed", "sampling", "speculative", "runtime"], _DEVICE),
     "kernels": _KERNELS,
