@@ -34,7 +34,10 @@ def check_flat_pool(bench: Bench) -> None:
     main_rows = bench.integers(-1, 50, 9, bench.sizes.selected).int()
     both = torch.cat((ring, step)).view(torch.bfloat16)[:, 0]
     places = -(-bench.sizes.window // 128) * 128
-    numbers = row_numbers(pool, window_rows, main_rows, ring_length=30)[:, 0]
+    window_rows[0], main_rows[0] = -1, -1
+    main_rows[1], window_rows[1, 3:], window_rows[1, 2] = -1, -1, 5
+    keys = row_numbers(pool, window_rows, main_rows, ring_length=30)
+    numbers = keys.numbers[:, 0]
     for part, wanted, source in (
         (numbers[:, :places], window_rows, both),
         (numbers[:, places:], main_rows, main.view(torch.bfloat16)[:, 0]),
@@ -45,6 +48,10 @@ def check_flat_pool(bench: Bench) -> None:
         same(found < 0, wanted < 0)
         known = wanted >= 0
         same(pool.rows[found[known].long(), 0, 0], source[wanted[known].long()])
-    alone = row_numbers(pool, window_rows, None, ring_length=30)[:, 0]
-    same(alone, numbers[:, :places])
+    last = torch.where(numbers < 0, 0, torch.arange(numbers.shape[1], device=bench.device) + 1).amax(1)
+    assert keys.lengths is not None
+    same(keys.lengths.long(), last)
+    assert keys.lengths[:2].tolist() == [0, 3]
+    alone = row_numbers(pool, window_rows, None, ring_length=30)
+    same(alone.numbers[:, 0], numbers[:, :places])
     assert flat_pool(ring, step.clone(), main) is None

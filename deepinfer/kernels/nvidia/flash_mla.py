@@ -18,7 +18,7 @@ from torch import Tensor
 from deepinfer.kernels.nvidia.abilities import BF16, VERIFIED
 from deepinfer.kernels.nvidia.attention import RAW, load_keys, load_window, record_kind
 from deepinfer.kernels.nvidia.attention import SparseAttention as TritonAttention
-from deepinfer.kernels.nvidia.flat_pool import FlatPool, RecordFormats, flat_pool, row_numbers
+from deepinfer.kernels.nvidia.flat_pool import FlatPool, RecordFormats, RowNumbers, flat_pool, row_numbers
 from deepinfer.kernels.ops import RecordFormat
 from deepinfer.kernels.registry import Implementation
 
@@ -34,16 +34,23 @@ def probe() -> None:
     keys = torch.ones(1, 1, _WIDTH, dtype=torch.bfloat16, device="cuda")
     numbers = torch.full((1, 1, _KEY_MULTIPLE), -1, dtype=torch.int32, device="cuda")
     numbers[..., 0] = 0
-    result = _attend(query, keys, numbers, torch.full((64,), -torch.inf, device="cuda"), 1.0)
+    result = _attend(query, keys, RowNumbers(numbers, None), torch.full((64,), -torch.inf, device="cuda"), 1.0)
     if not bool((result == 1).all()):
         raise RuntimeError(f"attention over ones gave {float(result[0, 0, 0])} instead of 1")
 
 
-def _attend(query: Tensor, keys: Tensor, numbers: Tensor, sink: Tensor, scale: float) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, wanted: RowNumbers, sink: Tensor, scale: float) -> Tensor:
     if not len(query):
         return query
     out: Tensor = flash_mla.flash_mla_sparse_fwd(
-        query, keys, numbers, scale, d_v=_WIDTH, attn_sink=sink, use_legacy=True
+        query,
+        keys,
+        wanted.numbers,
+        scale,
+        d_v=_WIDTH,
+        attn_sink=sink,
+        topk_length=wanted.lengths,
+        use_legacy=True,
     )[0]
     return out
 
@@ -130,7 +137,7 @@ class SparseAttention:
             keys, numbers = _gather(
                 ring, step_records, window_rows[rows], window_record, main, main_rows[rows], main_record
             )
-            parts.append(_attend(query[rows], keys, numbers, sink, scale))
+            parts.append(_attend(query[rows], keys, RowNumbers(numbers, None), sink, scale))
         return _join(parts)
 
 

@@ -41,26 +41,33 @@ def _numbers_kernel(
     window_ptr,
     main_ptr,
     out_ptr,
+    length_ptr,
     ring_length,
     ring_first,
     step_first,
     main_first,
     NUM_WINDOW: tl.constexpr,
     NUM_MAIN: tl.constexpr,
-    WINDOW_BLOCK: tl.constexpr,
+    WINDOW_BLOCKS: tl.constexpr,
+    MAIN_BLOCKS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """128 places of one row: window rows in the first blocks of places, main rows behind."""
+    """One row, 128 places at a time: window rows in the first blocks of places, main rows behind."""
     row = tl.program_id(0).to(tl.int64)
-    places = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
-    if tl.program_id(1) < WINDOW_BLOCK:
-        rows = tl.load(window_ptr + row * NUM_WINDOW + places, mask=places < NUM_WINDOW, other=-1).to(tl.int64)
-        rows = tl.where(rows < 0, -1, rows + tl.where(rows < ring_length, ring_first, step_first - ring_length))
-    else:
-        columns = places - WINDOW_BLOCK * PLACES
-        rows = tl.load(main_ptr + row * NUM_MAIN + columns, mask=columns < NUM_MAIN, other=-1).to(tl.int64)
-        rows = tl.where(rows < 0, -1, rows + main_first)
-    tl.store(out_ptr + row * (tl.num_programs(1) * PLACES) + places, rows.to(tl.int32))
+    out_ptr += row * ((WINDOW_BLOCKS + MAIN_BLOCKS) * PLACES)
+    length = 0
+    for block in tl.static_range(WINDOW_BLOCKS + MAIN_BLOCKS):
+        places = block * PLACES + tl.arange(0, PLACES)
+        if block < WINDOW_BLOCKS:
+            rows = tl.load(window_ptr + row * NUM_WINDOW + places, mask=places < NUM_WINDOW, other=-1).to(tl.int64)
+            rows = tl.where(rows < 0, -1, rows + tl.where(rows < ring_length, ring_first, step_first - ring_length))
+        else:
+            columns = places - WINDOW_BLOCKS * PLACES
+            rows = tl.load(main_ptr + row * NUM_MAIN + columns, mask=columns < NUM_MAIN, other=-1).to(tl.int64)
+            rows = tl.where(rows < 0, -1, rows + main_first)
+        tl.store(out_ptr + places, rows.to(tl.int32))
+        length = tl.maximum(length, tl.max(tl.where(rows < 0, 0, places + 1), 0))
+    tl.store(length_ptr + row, length)
 
 
 def round_rows(values: Tensor, *, out: Tensor | None = None, kind: RecordKind) -> Tensor:
@@ -115,29 +122,40 @@ def flat_pool(ring: Tensor, step_records: Tensor, main: Tensor | None) -> FlatPo
     return FlatPool(rows, first[0], first[1], first[-1])
 
 
-def row_numbers(pool: FlatPool, window_rows: Tensor, main_rows: Tensor | None, *, ring_length: int) -> Tensor:
-    """Return int32 [T, 1, places]: pool rows of the window's keys, then of the main ones; -1 = no key.
+@dataclass(slots=True, frozen=True)
+class RowNumbers:
+    """Keys of T rows. `numbers` int32 [T, 1, places]: pool rows of the window's keys, then of the main ones; -1: none.
 
-    Arguments as in `ops.SparseAttention`; both parts are padded to multiples of 128 places.
+    `lengths` int32 [T]: the places up to the last key; None: not known. Both parts are padded to multiples of 128.
     """
+
+    numbers: Tensor
+    lengths: Tensor | None
+
+
+def row_numbers(pool: FlatPool, window_rows: Tensor, main_rows: Tensor | None, *, ring_length: int) -> RowNumbers:
+    """Return where the keys lie; arguments as in `ops.SparseAttention`."""
     num_rows, num_window = window_rows.shape
     num_main = 0 if main_rows is None else main_rows.shape[1]
-    window_block, main_block = triton.cdiv(num_window, _PLACES), triton.cdiv(num_main, _PLACES)
-    num_places = (window_block + main_block) * _PLACES
-    out = torch.empty(num_rows, 1, num_places, dtype=torch.int32, device=window_rows.device)
+    window_blocks, main_blocks = triton.cdiv(num_window, _PLACES), triton.cdiv(num_main, _PLACES)
+    num_places = (window_blocks + main_blocks) * _PLACES
+    numbers = torch.empty(num_rows, 1, num_places, dtype=torch.int32, device=window_rows.device)
+    lengths = torch.empty(num_rows, dtype=torch.int32, device=window_rows.device)
     if num_rows:
-        _numbers_kernel[(num_rows, window_block + main_block)](
+        _numbers_kernel[(num_rows,)](
             window_rows.contiguous(),
             window_rows if main_rows is None else main_rows.contiguous(),
-            out,
+            numbers,
+            lengths,
             ring_length,
             pool.ring_first,
             pool.step_first,
             pool.main_first,
             NUM_WINDOW=num_window,
             NUM_MAIN=num_main,
-            WINDOW_BLOCK=window_block,
+            WINDOW_BLOCKS=window_blocks,
+            MAIN_BLOCKS=main_blocks,
             PLACES=_PLACES,
             num_warps=1,
         )
-    return out
+    return RowNumbers(numbers, lengths)
