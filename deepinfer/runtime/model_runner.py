@@ -260,11 +260,12 @@ class ModelRunner:
 
     def _draft(self, plan: StepPlan, started: _Started, step: StepInputs) -> Drafts | None:
         """Draft as a graph if the step's rows ran as one, unless a slot truncates: then its drafts do, too."""
-        is_plain = self._speculation.capturable and not _any_in(plan, self._table.sampling.truncating)
-        if self._graphs is not None and started.graph_rows is not None and is_plain:
+        speculation = self._speculation
+        is_plain = speculation.capturable and not _any_in(plan, self._table.sampling.truncating)
+        if self._graphs is not None and started.graph_rows is not None and is_plain and speculation.is_drafting:
             drafts: Drafts | None = self._graphs.run("drafts", self._run_draft, started.graph_rows)
             return drafts
-        return self._speculation.draft(step.decode_slots, tuple(plan.decode_slots.tolist()))
+        return speculation.draft(step.decode_slots, tuple(plan.decode_slots.tolist()))
 
     def _device_blocks(self, block_ids: dict[str, Int32Array]) -> dict[str, torch.Tensor]:
         return {name: to_device(ids.astype(np.int64), self._table.device) for name, ids in block_ids.items()}

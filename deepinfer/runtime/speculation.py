@@ -46,6 +46,11 @@ class Speculation:
         """Whether a graph may hold `draft`."""
         return self._drafter is None or self._drafter.capturable
 
+    @property
+    def is_drafting(self) -> bool:
+        """Whether `draft` does anything."""
+        return self._drafter is not None
+
     def num_drafts(self, slots: torch.Tensor, budget: DraftBudget | None) -> torch.Tensor:
         """Return int64 [S]: drafts that each of `slots` [S] runs beside its anchor; -1 where a sequence has ended."""
         room = self._table.room_for_drafts(slots)

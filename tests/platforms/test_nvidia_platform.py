@@ -137,7 +137,8 @@ def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
     """Its end could free graphs or release host memory, which the recording would not survive."""
     platform, seen = load_platform("nvidia"), []
     stream = platform.open_stream("test")
-    stream.submit(lambda: platform.capture(lambda: seen.append(gc.isenabled()))).result()
+    data = torch.zeros(1, device=platform.device)
+    stream.submit(lambda: platform.capture(lambda: (seen.append(gc.isenabled()), data.add_(1)))).result()
     assert seen == [True, False]
     assert gc.isenabled()
     stream.close()

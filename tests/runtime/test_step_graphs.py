@@ -253,6 +253,20 @@ def test_recorded_steps_leave_no_large_result_each() -> None:
     assert _runner(RejectionVerifier(), is_rejection=True, capture=None).kept_bytes == 0
 
 
+def test_nothing_is_recorded_where_nothing_is_drafted() -> None:
+    """A graph of no work: torch warns of it, and each tier would have one."""
+    recorded: list[Any] = []
+
+    def capture(work: Callable[[], Any]) -> Callable[[], Any]:
+        recorded.append(work())
+        return work
+
+    answers = _answer(_requests(3, logprobs=1), capture=capture)
+    assert all(answer.failure is None for answer in answers.values())
+    assert recorded
+    assert None not in recorded
+
+
 def test_a_step_of_prompts_is_tried_without_the_logits_of_all_its_rows() -> None:
     """They would be the largest thing in it: 34 GB at 65,536 rows of the released vocabulary."""
     runner = _runner(SharedNoiseVerifier(), is_rejection=False, capture=None)
