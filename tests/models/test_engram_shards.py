@@ -8,11 +8,14 @@ import pytest
 import torch
 from support.processes import run_ranks
 
+from deepinfer.distributed.local_dispatcher import LocalDispatcher
 from deepinfer.distributed.process_groups import ProcessGroups
+from deepinfer.distributed.token_dispatcher import Dispatched
 from deepinfer.distributed.torch_dispatcher import TorchDispatcher
+from deepinfer.kernels.ops import ExpertRows
 from deepinfer.kernels.registry import select_kernels
 from deepinfer.models.deepseek_v41.engram import Engram
-from deepinfer.models.deepseek_v41.engram_shards import rows_of_share
+from deepinfer.models.deepseek_v41.engram_shards import answer_bytes, fetch_rows, rows_of_share
 from deepinfer.models.deepseek_v41.weight_types import EngramTable
 
 NUM_ROWS, WIDTH, NUM_EXPERTS = 1001, 64, 7
@@ -54,3 +57,25 @@ def test_spread_tables_give_the_rows_of_the_whole_table(num_ranks: int) -> None:
     """Also on a rank without tokens, and for the first and the last row."""
     for rank, found in enumerate(run_ranks(_worker, num_ranks, None)):
         assert torch.equal(found, _look_up(_table(), _rows(rank), None)), rank
+
+
+@pytest.mark.parametrize("width", [32, 64, 256])
+def test_rows_travel_as_whole_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes and scales of 32 columns are 33 bytes, which the exchange between GPUs can't carry."""
+    sent: list[int] = []
+    combine = LocalDispatcher.combine
+
+    def noted(dispatcher: LocalDispatcher, expert_rows: ExpertRows, dispatched: Dispatched) -> ExpertRows:
+        sent.append(expert_rows.values.shape[1] * expert_rows.values.element_size())
+        return combine(dispatcher, expert_rows, dispatched)
+
+    monkeypatch.setattr(LocalDispatcher, "combine", noted)
+    codes = torch.randint(0, 126, (50, width), dtype=torch.uint8)
+    scale = torch.randint(110, 130, (50, width // 32), dtype=torch.uint8)
+    rows = torch.tensor([49, 0, 7])
+    table = EngramTable(codes.view(torch.float8_e4m3fn), scale, 0, 50)
+    found_codes, found_scale = fetch_rows(rows, table, LocalDispatcher(NUM_EXPERTS), num_experts=NUM_EXPERTS)
+    assert torch.equal(found_codes.view(torch.uint8), codes[rows])
+    assert torch.equal(found_scale, scale[rows])
+    assert sent == [answer_bytes(width)]
+    assert sent[0] % 4 == 0

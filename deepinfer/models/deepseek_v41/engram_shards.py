@@ -8,7 +8,10 @@ from torch import Tensor
 from deepinfer.distributed.expert_order import first_expert
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.kernels.ops import ExpertRows
+from deepinfer.models.deepseek_v41.config import QUANT_BLOCK
 from deepinfer.models.deepseek_v41.weight_types import EngramTable
+
+_WORD_BYTES = 4  # of which an `ExchangeShape` has whole ones
 
 
 def rows_of_share(num_rows: int, index: int, num_shares: int) -> tuple[int, int]:
@@ -16,6 +19,11 @@ def rows_of_share(num_rows: int, index: int, num_shares: int) -> tuple[int, int]
     assert 0 <= index < num_shares, (index, num_shares)
     length = _share_length(num_rows, num_shares)
     return min(index * length, num_rows), min((index + 1) * length, num_rows)
+
+
+def answer_bytes(width: int) -> int:
+    """Return the bytes with which a table row of `width` columns travels: codes and scales, up to a whole word."""
+    return -(-(width + width // QUANT_BLOCK) // _WORD_BYTES) * _WORD_BYTES
 
 
 def fetch_rows(
@@ -33,12 +41,15 @@ def fetch_rows(
     # a place where nothing arrived may hold any number
     places = torch.where(asked.expert_ids.flatten() < 0, 0, asked.rows.flatten() - table.first_row)
     # gathered as bytes: indexing has no FP8 kernel everywhere
-    found = torch.cat([table.weight.view(torch.uint8)[places], table.scale[places]], dim=1)
+    parts = [table.weight.view(torch.uint8)[places], table.scale[places]]
+    width, num_scales = (part.shape[1] for part in parts)
+    parts.append(parts[0].new_zeros(len(places), answer_bytes(width) - width - num_scales))
+    found = torch.cat(parts, dim=1)
     numbers = torch.arange(len(found), device=found.device).view_as(asked.expert_ids)
     returned = dispatcher.combine(ExpertRows(found, numbers), asked)
     answers = returned.values[returned.places.flatten()]
-    width = table.weight.shape[1]
-    return answers[:, :width].contiguous().view(torch.float8_e4m3fn), answers[:, width:].contiguous()
+    codes, scale, _ = answers.split([width, num_scales, answers.shape[1] - width - num_scales], dim=1)
+    return codes.contiguous().view(torch.float8_e4m3fn), scale.contiguous()
 
 
 def _share_length(num_rows: int, num_shares: int) -> int:

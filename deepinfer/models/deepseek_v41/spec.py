@@ -13,8 +13,9 @@ from deepinfer.kernels.registry import KernelSet
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.models.checkpoint_reads import NodePlace, OnProgress
 from deepinfer.models.deepseek_v41.caches import cache_groups, cache_layout
-from deepinfer.models.deepseek_v41.config import QUANT_BLOCK, ModelConfig
+from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.config_file import read_config
+from deepinfer.models.deepseek_v41.engram_shards import answer_bytes
 from deepinfer.models.deepseek_v41.memory_need import memory_needed, table_bytes
 from deepinfer.models.deepseek_v41.model import DeepseekV41
 from deepinfer.models.deepseek_v41.released import released_config
@@ -80,9 +81,8 @@ class DeepseekV41Spec:
         row_bytes = config.hidden_size * kernels.numerics.dtype.itemsize
         shapes = [ExchangeShape(columns, row_bytes, row_bytes, max_rows) for columns in sorted(chosen)]
         if tables == "sharded":
-            width = config.engram_head_dim
             max_lookups = max_rows * config.num_engram_rows_per_token
-            shapes.append(ExchangeShape(1, torch.int64.itemsize, width + width // QUANT_BLOCK, max_lookups))
+            shapes.append(ExchangeShape(1, torch.int64.itemsize, answer_bytes(config.engram_head_dim), max_lookups))
         return tuple(shapes)
 
     def weight_bytes(self, *, num_ranks: int, drafts: DraftUse, tables: TablePlace) -> WeightBytes:
