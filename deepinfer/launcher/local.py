@@ -11,13 +11,15 @@ import gc
 import os
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -118,7 +120,7 @@ def attach_ray(address: str, config: RayConfig) -> RayConnection:
     with phase(_LOGGER, f"attach to Ray at {address}"):
         _check_reachable(address)
         try:
-            ray.init(address=address, namespace=config.namespace, log_to_driver=False, logging_level="ERROR")
+            _init_ray(address=address, namespace=config.namespace)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ClusterError(f"can't reach Ray at {address}: {error}; check ray.address and RAY_ADDRESS") from error
     return RayConnection(connected=True)
@@ -154,22 +156,36 @@ def _start_private(config: ClusterConfig) -> RayConnection:
     connection = RayConnection(connected=True, folder=folder, replaced=replaced)
     try:
         with phase(_LOGGER, f"start a private Ray in {folder}"):
-            ray.init(
+            _init_ray(
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, ranks),
                 namespace=config.ray.namespace,
                 object_store_memory=object_store_bytes(config),
                 include_dashboard=config.ray.dashboard,
-                log_to_driver=False,
-                logging_level="ERROR",
                 _temp_dir=str(folder),
             )
-    except Exception as error:
+    except BaseException as error:
         stop_processes(folder, ())
         connection.close()
+        if not isinstance(error, Exception):
+            raise
         _forget_processes(error)
         raise ClusterError(f"Ray did not start on this machine: {error}") from error
     return connection
+
+
+def _init_ray(**options: Any) -> None:
+    """Call `ray.init`, and leave the process the handler of SIGTERM that it has: Ray sets its own, which aborts."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR", **options)
+    except SystemExit as end:  # Ray's own answer to the signal while it starts
+        if end.code != signal.SIGTERM or not callable(handler):
+            raise
+        handler(signal.SIGTERM, None)
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _forget_processes(error: BaseException | None) -> None:

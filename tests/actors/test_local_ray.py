@@ -21,11 +21,15 @@ from deepinfer.launcher.local import _check_reachable, _remove_stale_folders, ma
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 OWNER = """
-import sys, time
+import signal, time
 import ray
 from support.fake_cluster import small_config
 from deepinfer.launcher import open_ray
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGTERM, interrupt)
 connection = open_ray(small_config())
 
 @ray.remote(num_cpus=0)
@@ -40,16 +44,17 @@ sleeper = Sleeper.remote()
 pid = ray.get(sleeper.pid.remote())
 sleeper.sleep.remote()
 print(pid, connection.folder, flush=True)
-if sys.argv[1] == "stay":
+try:
     time.sleep(3600)
-connection.close()
-print(ray.is_initialized(), connection.folder, flush=True)
+except KeyboardInterrupt:
+    connection.close()
+    print(ray.is_initialized(), connection.folder, flush=True)
 """
 
 
-def start_owner(argument: str) -> subprocess.Popen[str]:
+def start_owner() -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "RAY_AUTH_MODE": "disabled"}
-    return subprocess.Popen([sys.executable, "-c", OWNER, argument], stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def test_a_ray_that_is_in_use_already_is_left_alone(local_ray: None) -> None:
@@ -91,11 +96,13 @@ def test_an_address_where_nobody_listens_fails_at_once() -> None:
         _check_reachable(f"127.0.0.1:{port}")
 
 
-def test_close_takes_everything_away(tmp_path: Path) -> None:
-    with start_owner("leave") as owner:
+def test_sigterm_stays_the_owners_and_close_takes_everything_away() -> None:
+    """Ray would take the signal over and abort, so that a batch system could not end a job as Ctrl-C does."""
+    with start_owner() as owner:
         pid, folder = owner.stdout.readline().split()
         children = psutil.Process(owner.pid).children(recursive=True)
         assert int(pid) in {child.pid for child in children}
+        owner.terminate()
         assert owner.stdout.readline().split() == ["False", "None"]
         assert owner.wait(30) == 0
     assert not Path(folder).exists()
@@ -105,7 +112,7 @@ def test_close_takes_everything_away(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_owner_leaves_no_rank_and_its_folder_goes_with_the_next_start() -> None:
-    with start_owner("stay") as owner:
+    with start_owner() as owner:
         pid, folder = owner.stdout.readline().split()
         children = psutil.Process(owner.pid).children(recursive=True)
         # Ray's two agents look for their raylet only now and then, and go within two minutes.
