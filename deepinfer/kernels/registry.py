@@ -44,18 +44,20 @@ _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "cublas": ("deepinfer.kernels.nvidia.cublas",),
     "deep_gemm": ("deepinfer.kernels.nvidia.deep_gemm",),
+    "deep_gemm_bf16": ("deepinfer.kernels.nvidia.deep_gemm_bf16",),
     "flash_mla": ("deepinfer.kernels.nvidia.flash_mla",),
 }
 # optional backend -> what a start without it costs, measured on an H200 at the released shapes
 _COST_WITHOUT: Final = {
     "deep_gemm": "experts run from FP4 weights about 3 times slower, other quantised linears in bf16",
+    "deep_gemm_bf16": "in batch-invariant mode products in bf16 run in Triton, up to 1.4 times slower",
     "flash_mla": "sparse attention runs in Triton, 2 to 3 times slower",
     "triton": "every small kernel falls back to torch: for tests only",
 }
 # platform -> device type, and its backends by preference
 _PLATFORMS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "cpu": ("cpu", ("reference",)),
-    "nvidia": ("cuda", ("flash_mla", "deep_gemm", "cublas", "triton", "reference")),
+    "nvidia": ("cuda", ("flash_mla", "deep_gemm", "cublas", "deep_gemm_bf16", "triton", "reference")),
 }
 _log = get_logger("kernels")
 _NUMERICS: Final = {"reference": ops.REFERENCE_NUMERICS, "fp32": ops.FP32_NUMERICS}

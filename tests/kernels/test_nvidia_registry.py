@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -42,11 +44,23 @@ def test_missing_packages_are_passed_over_with_their_price(
 
 
 @pytest.mark.usefixtures("chip")
-def test_batch_invariance_leaves_cublas_out() -> None:
+def test_batch_invariance_leaves_cublas_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_BACKENDS", {**registry._BACKENDS, "deep_gemm_bf16": ("no_such_package",)})
     assert choose().backends["linear"] == "cublas"
     assert choose(batch_invariant=True).backends["linear"] == "triton"
     with pytest.raises(ConfigError, match=r"batch-invariant .* backends cublas"):
         choose(batch_invariant=True, linear="cublas")
+
+
+@pytest.mark.usefixtures("chip")
+def test_batch_invariant_products_go_to_the_fastest_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "deepinfer.kernels.nvidia.deep_gemm_bf16"
+    monkeypatch.setitem(sys.modules, "deep_gemm", ModuleType("deep_gemm"))
+    try:
+        assert choose(batch_invariant=True).backends["linear"] == "deep_gemm_bf16"
+        assert choose().backends["linear"] == "cublas"
+    finally:
+        sys.modules.pop(path, None)
 
 
 @pytest.mark.usefixtures("chip")

@@ -6,11 +6,12 @@ import torch
 from support.expert_layout_case import check_expert_layout
 from support.flat_pool_case import check_flat_pool
 from support.fp4_tiles_case import check_fp4_tiles
-from support.op_cases import Bench, Check, same
+from support.op_cases import Bench, Check, close, same
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.casts import cast_fp8
 from deepinfer.kernels.nvidia.fp8_weights import dequantise, recast_fp4, round_to_fp8
+from deepinfer.kernels.nvidia.gemm import matmul
 from deepinfer.kernels.nvidia.select import block_maxima, select_largest
 from deepinfer.kernels.ops import CandidateRule, PagedRows, Selection
 from deepinfer.kernels.reference.index_select import choose_entries
@@ -112,9 +113,22 @@ def check_block_sizes(bench: Bench) -> None:
             same(result, first)
 
 
+def check_matmul(bench: Bench) -> None:
+    """Products cut along K and not, with tiles that stick out at every side; a row has the same bits alone."""
+    for num_groups, columns, depth in ((1, 96, 1024), (1, 1100, 512), (2, 300, 192), (3, 40, 512)):
+        x = bench.normal(200, num_groups, depth)
+        weight = bench.normal(num_groups, columns, depth, scale=depth**-0.5)
+        wanted = torch.einsum("tgk,gnk->tgn", x.double(), weight.double()).flatten(1)
+        found = matmul(x, weight, torch.float32)
+        close(found, wanted, 1e-5)
+        close(matmul(x, weight, torch.bfloat16), wanted, 3e-3)
+        same(matmul(x[131:132], weight, torch.float32), found[131:132])
+
+
 CHECKS: dict[str, Check] = {
     "cast": check_cast,
     "recast": check_recast,
+    "matmul": check_matmul,
     "rough_weights": check_rough_weights,
     "fp4_tiles": check_fp4_tiles,
     "select": check_select,
