@@ -135,8 +135,8 @@ class DraftNetwork:
         """The residual [B * block, ...] of the anchor and the noise tokens before the first stage."""
         token_ids = anchor_ids.new_full((len(anchor_ids), self.block_size), self.config.dspark_noise_token_id)
         token_ids[:, 0] = anchor_ids
-        rows = self.embedding[token_ids.flatten()].to(self.kernels.numerics.dtype)
-        return open_streams(rows, self.config.hc_mult)
+        dtype = self.kernels.numerics.dtype
+        return open_streams(self.embedding, token_ids.flatten(), self.config.hc_mult, dtype=dtype)
 
     def _window_rows(self, inputs: DraftInputs) -> Tensor:
         """[B, W + block]: the ring rows of the context, ascending, -1 where there is none; then the block's own rows.

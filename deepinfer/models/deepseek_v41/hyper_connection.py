@@ -46,11 +46,13 @@ class Residual:
         return Residual(kernels.update_streams(self.streams, y, update.post, update.mix), self.pre)
 
 
-def open_streams(rows: Tensor, num_streams: int) -> Residual:
-    """Return equal streams of the embedded `rows` [T, D]; the first `pre` takes stream 0 alone."""
-    pre = torch.zeros(len(rows), num_streams, device=rows.device)
+def open_streams(embedding: Tensor, token_ids: Tensor, num_streams: int, *, dtype: torch.dtype) -> Residual:
+    """Return equal streams of the embedded `token_ids` [T]; the first `pre` takes stream 0 alone."""
+    pre = torch.zeros(len(token_ids), num_streams, device=embedding.device)
     pre[:, 0] = 1.0
-    return Residual(rows.unsqueeze(1).repeat(1, num_streams, 1), pre)
+    each = token_ids.unsqueeze(1).expand(-1, num_streams).flatten()
+    rows = embedding[each].to(dtype)  # gathered once for each stream: copies take far longer
+    return Residual(rows.view(-1, num_streams, embedding.shape[1]), pre)
 
 
 class HyperConnection:

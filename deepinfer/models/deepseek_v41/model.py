@@ -176,7 +176,7 @@ class DeepseekV41:
 
     def embed(self, token_ids: Tensor) -> Residual:
         """Return what enters the first layer."""
-        return open_streams(self.embedding[token_ids].to(self.kernels.numerics.dtype), self.config.hc_mult)
+        return open_streams(self.embedding, token_ids, self.config.hc_mult, dtype=self.kernels.numerics.dtype)
 
     def memories_ahead(self, history: Tensor, inputs: ForwardInputs) -> dict[int, SideWork[Tensor]]:
         """Start to look up the memories of decode rows by layer, unless it takes an exchange: these have one order.
