@@ -381,6 +381,7 @@ def test_processes_of_a_failed_start_are_ended_and_forgotten(monkeypatch: pytest
             raise Exception("The current node timed out during startup.")  # noqa: B904  as Ray does
 
     monkeypatch.setattr("deepinfer.launcher.local.ray.init", init)
+    monkeypatch.setattr("deepinfer.launcher.local.ray.is_initialized", lambda: False)  # other tests may have a Ray
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(ClusterError, match="timed out during startup"):
