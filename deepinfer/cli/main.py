@@ -12,10 +12,11 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from deepinfer import __version__
 from deepinfer.errors import ConfigError, DeepInferError, RequestError
 
 EXIT_ENGINE = 1
@@ -58,6 +59,7 @@ def build_app(wanted: str | None) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
+    app.callback()(_common)
     for subcommand in SUBCOMMANDS:
         if subcommand.name != wanted:
             app.command(subcommand.name, help=subcommand.summary)(_not_loaded)
@@ -68,6 +70,20 @@ def build_app(wanted: str | None) -> typer.Typer:
         else:
             app.command(subcommand.name)(target)
     return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"deepinfer {__version__}")
+        raise typer.Exit
+
+
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
 
 
 def _not_loaded() -> None:

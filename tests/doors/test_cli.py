@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from deepinfer import __version__
 from deepinfer.cli import checkpoint, doctor
 from deepinfer.cli import generate as generate_module
 from deepinfer.cli import run as run_module
@@ -207,6 +208,11 @@ def test_a_fault_of_ours_is_called_one(tmp_path: Path, engines: _Engines, capsys
 def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command([*command, "--help"]) == 0
     assert f"Example: deepinfer {' '.join(command)}".rstrip() in capsys.readouterr().out
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--version"]) == 0
+    assert capsys.readouterr().out == f"deepinfer {__version__}\n"
 
 
 def test_checkpoint_tiny_is_good_and_a_broken_one_exits_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
