@@ -50,8 +50,8 @@ def _product_kernel(
         x = tl.load(streams_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :], mask=mask, other=0.0)
         place = function_ptr + outs[None, :] * COLUMNS + columns[:, None]
         wanted = inside[:, None] & (outs < OUT)[None, :]
-        # The last product must end before x of the next step but one is copied where it reads. Triton 3.6 does not see to
-        # that itself: a block that is also read by something else than products gets one place too few. The sum waits.
+        # The last product must end before x of a later step is copied where it reads. Triton 3.6 does not see to that:
+        # a block that is read by something else than products, too, gets one place too few. The sum makes it wait.
         product = tl.zeros((ROWS, OUT_BLOCK), tl.float32)
         for part in tl.static_range(3):
             weight = tl.load(place + part * OUT * COLUMNS, mask=wanted, other=0.0)
