@@ -98,7 +98,7 @@ def _query_kernel(
 @triton.jit
 def load_query(
     codes_ptr,
-    factor_ptr,
+    pair_ptr,
     first_row,
     num_rows,
     ROWS: tl.constexpr,
@@ -106,21 +106,24 @@ def load_query(
     HEAD_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Queries of neighbouring rows, FP8 [WIDTH, N], and bf16 weights [N]; N = ROWS * HEAD_BLOCK.
+    """Queries of neighbouring rows, FP8 [WIDTH, N], and bf16 weights of two heads each, int32 [N / 2].
 
-    Heads beyond HEADS weigh 0.
+    N = ROWS * HEAD_BLOCK; heads beyond HEADS weigh 0. `pair_ptr`: the weights as words of two.
     """
     slots = tl.arange(0, ROWS * HEAD_BLOCK)
     row, head = first_row + slots // HEAD_BLOCK, slots % HEAD_BLOCK
-    known = (row < num_rows) & (head < HEADS)
-    vector = row * HEADS + head
-    codes = tl.load(codes_ptr + vector[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mask=known[:, None], other=0.0)
-    return tl.trans(codes), tl.load(factor_ptr + vector, mask=known, other=0.0)
+    known = ((row < num_rows) & (head < HEADS))[:, None]
+    place = (row * HEADS + head)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    pairs = tl.arange(0, ROWS * HEAD_BLOCK // 2)
+    row, pair = first_row + pairs // (HEAD_BLOCK // 2), pairs % (HEAD_BLOCK // 2)
+    weighed = (row < num_rows) & (pair < HEADS // 2)
+    weights = tl.load(pair_ptr + row * (HEADS // 2) + pair, mask=weighed, other=0)
+    return tl.trans(tl.load(codes_ptr + place, mask=known, other=0.0)), weights
 
 
 @dataclass(slots=True, frozen=True)
 class Query:
-    """Quantised queries of T rows: `codes` float8_e4m3fn [T, Hi, di] and head `weights` bf16 [T, Hi]."""
+    """Quantised queries of T rows: `codes` float8_e4m3fn [T, Hi, di] and head `weights` bf16 [T, Hi]; Hi is even."""
 
     codes: Tensor
     weights: Tensor

@@ -1,7 +1,7 @@
 """Scores of index keys in Triton, over all entries of a sequence or inside kept blocks, with their maxima by eights.
 
 Products run in FP8 (see `index_codes`); powers of two are multiplied in at the end, which leaves the bf16 roundings of
-the contract where the reference has them. Heads are added up by a second product, with a matrix of ones.
+the contract where the reference has them.
 Byte offsets are sums of products, not products of sums: Triton 3.6 takes 16 * b + e % 16 for a multiple of 16.
 """
 
@@ -23,13 +23,11 @@ GROUP = 8  # neighbouring entries under one maximum
 _ROW_TILE = 4
 _KEYS = 64
 _SPAN = 4096
-_SUMS = 8  # columns of the product that adds up heads: the fewest that a matrix unit takes
 _WARPS = 4
 _STAGES = 5  # a place in the table is read two tiles before the keys, and those two before they are scored
 _MAX_REGISTERS = 128  # four programs to a multiprocessor
 _KEPT_KEYS = 128
 _KEPT_SPAN = 2048
-_KEPT_STAGES = 1  # more programs to a multiprocessor hide more than copies ahead
 
 _WEIGH = tl.constexpr("""
 {
@@ -41,41 +39,45 @@ _WEIGH = tl.constexpr("""
 
 
 @triton.jit
-def _weigh(dots, weights, PLAIN: tl.constexpr):
-    """relu(dots) rounded to bf16, times the bf16 weights, rounded to bf16."""
+def _weigh(low, high, pairs, PLAIN: tl.constexpr):
+    """relu(dots) rounded to bf16, times bf16 weights, rounded to bf16, for two heads at a time; float32."""
     if PLAIN:
-        rounded = tl.maximum(dots, 0.0).to(tl.bfloat16).to(tl.float32)
-        products = (rounded * weights.to(tl.float32)).to(tl.bfloat16)
+        low = tl.maximum(low, 0.0).to(tl.bfloat16).to(tl.float32) * (pairs << 16).to(tl.float32, bitcast=True)
+        high = tl.maximum(high, 0.0).to(tl.bfloat16).to(tl.float32) * (pairs & -65536).to(tl.float32, bitcast=True)
+        low, high = low.to(tl.bfloat16).to(tl.float32), high.to(tl.bfloat16).to(tl.float32)
     else:
-        products = tl.inline_asm_elementwise(
-            _WEIGH, "=r,r,r,r", [dots, weights], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    return products
+        both = tl.inline_asm_elementwise(_WEIGH, "=r,r,r,r", [low, high, pairs], dtype=tl.int32, is_pure=True, pack=1)
+        low, high = (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+    return low, high
 
 
 @triton.jit
-def _sum_of_heads(ROWS: tl.constexpr, HEAD_BLOCK: tl.constexpr, SUMS: tl.constexpr):
-    """The matrix [N, SUMS] whose product adds up the heads of each row: ones and zeros, bf16."""
-    row = tl.arange(0, ROWS * HEAD_BLOCK)[:, None] // HEAD_BLOCK
-    return tl.where(row == tl.arange(0, SUMS)[None, :], 1.0, 0.0).to(tl.bfloat16)
-
-
-@triton.jit
-def _sums(pool_ptr, words_ptr, offsets, query, weights, summing, WIDTH: tl.constexpr, PLAIN: tl.constexpr):
-    """Sums [KEYS, SUMS] float32 of weighted dots, and the power of two [KEYS] that is still to be multiplied in.
-
-    Dots and weighted dots are rounded to bf16, the sums are not yet.
-    """
+def _scores(
+    pool_ptr,
+    words_ptr,
+    offsets,
+    query,
+    pairs,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """Scores [KEYS, ROWS] as float32, rounded to bf16: dots, weighted dots and their sum are each rounded."""
+    KEYS: tl.constexpr = offsets.shape[0]
+    PAIRS: tl.constexpr = pairs.shape[0]
     keys = tl.load(pool_ptr + offsets[:, None] + tl.arange(0, WIDTH)[None, :])
     power = tl.load(words_ptr + offsets // 4 + WIDTH // 4)  # a byte of 1 .. 254, then zeros
-    total = tl.dot(_weigh(tl.dot(keys, query), weights[None, :], PLAIN), summing)
-    return total, (power << 23).to(tl.float32, bitcast=True)
+    low, high = tl.split(tl.reshape(tl.dot(keys, query), (KEYS, PAIRS, 2)))
+    low, high = _weigh(low, high, pairs[None, :], PLAIN)
+    total = tl.sum(tl.reshape(low + high, (KEYS, ROWS, PAIRS // ROWS)), 2)
+    factor = (power << 23).to(tl.float32, bitcast=True)
+    return total.to(tl.bfloat16).to(tl.float32) * factor[:, None]
 
 
 @triton.jit
 def _scan_kernel(
     codes_ptr,
-    factor_ptr,
+    pair_ptr,
     pool_ptr,
     words_ptr,
     table_ptr,
@@ -93,7 +95,6 @@ def _scan_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SPAN: tl.constexpr,
-    SUMS: tl.constexpr,
     STAGES: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
@@ -102,17 +103,16 @@ def _scan_kernel(
     Entries behind the visible ones of a row, up to the next multiple of KEYS, get scores of no meaning.
     """
     first_row = tl.program_id(0).to(tl.int64) * ROWS
-    rows = first_row + tl.arange(0, SUMS)
-    inside = (tl.arange(0, SUMS) < ROWS) & (rows < num_rows)
+    rows = first_row + tl.arange(0, ROWS)
+    inside = rows < num_rows
     first = tl.program_id(1) * SPAN
     visible = tl.load(visible_ptr + rows, mask=inside, other=0).to(tl.int32)
     if tl.max(visible, 0) > first:
-        query, weights = load_query(codes_ptr, factor_ptr, first_row, num_rows, ROWS, HEADS, HEAD_BLOCK, WIDTH)
-        summing = _sum_of_heads(ROWS, HEAD_BLOCK, SUMS)
+        query, pairs = load_query(codes_ptr, pair_ptr, first_row, num_rows, ROWS, HEADS, HEAD_BLOCK, WIDTH)
         sequences = tl.load(sequence_ptr + rows, mask=inside, other=-1)
-        before = tl.load(sequence_ptr + rows - 1, mask=inside & (tl.arange(0, SUMS) > 0), other=-1)
+        before = tl.load(sequence_ptr + rows - 1, mask=inside & (tl.arange(0, ROWS) > 0), other=-1)
         for turn in range(tl.minimum(num_rows - first_row, ROWS).to(tl.int32)):
-            here = tl.arange(0, SUMS) == turn
+            here = tl.arange(0, ROWS) == turn
             sequence = tl.max(tl.where(here, sequences, -1), 0)
             previous = tl.max(tl.where(here, before, -1), 0)
             own = tl.where((sequences == sequence) & (previous != sequence), visible, 0)
@@ -136,10 +136,9 @@ def _scan_kernel(
                     offsets = tl.multiple_of(
                         block * (PER_BLOCK * NUM_BYTES) + known % PER_BLOCK * NUM_BYTES, NUM_BYTES & -NUM_BYTES
                     )
-                total, factor = _sums(
-                    pool_ptr + first_byte, words_ptr + first_byte // 4, offsets, query, weights, summing, WIDTH, PLAIN
+                scores = _scores(
+                    pool_ptr + first_byte, words_ptr + first_byte // 4, offsets, query, pairs, ROWS, WIDTH, PLAIN
                 )
-                scores = total.to(tl.bfloat16).to(tl.float32) * factor[:, None]
                 place = score_ptr + rows[None, :] * score_stride + entries[:, None]
                 tl.store(place, scores, mask=(own > 0)[None, :])
 
@@ -147,14 +146,17 @@ def _scan_kernel(
 @triton.jit
 def _kept_kernel(
     codes_ptr,
-    factor_ptr,
+    pair_ptr,
     pool_ptr,
     words_ptr,
-    group_ptr,
-    kept_ptr,
+    table_ptr,
+    sequence_ptr,
     visible_ptr,
+    group_ptr,
     score_ptr,
     num_rows,
+    table_stride,
+    PER_BLOCK: tl.constexpr,
     NUM_BYTES: tl.constexpr,
     NUM_KEPT: tl.constexpr,
     SIZE: tl.constexpr,
@@ -163,31 +165,35 @@ def _kept_kernel(
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
     SPAN: tl.constexpr,
-    SUMS: tl.constexpr,
-    STAGES: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
     """One row against the entries of SPAN places of its kept blocks, side by side; -inf where there is none.
 
-    `group_ptr`: where each kept block begins in the pool, in blocks.
+    `group_ptr`: where each kept block begins in the pool, counted in blocks; -1 = none. All but the row's newest block
+    are visible as a whole. The next groups are read while keys are scored.
     """
+    NUM: tl.constexpr = NUM_KEPT * SIZE
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * SPAN
-    visible = tl.load(visible_ptr + row)
-    query, weights = load_query(codes_ptr, factor_ptr, row, num_rows, 1, HEADS, HEAD_BLOCK, WIDTH)
-    summing = _sum_of_heads(1, HEAD_BLOCK, SUMS)
-    inner = tl.arange(0, KEYS) % SIZE
-    for start in tl.range(first, tl.minimum(first + SPAN, NUM_KEPT * SIZE), KEYS, num_stages=STAGES):
+    visible, sequence = tl.load(visible_ptr + row), tl.load(sequence_ptr + row)
+    newest = tl.maximum(visible - 1, 0) // SIZE
+    visible -= newest * SIZE
+    block = tl.load(table_ptr + sequence * table_stride + newest // (PER_BLOCK // SIZE))
+    newest = block * (PER_BLOCK // SIZE) + newest % (PER_BLOCK // SIZE)
+    query, pairs = load_query(codes_ptr, pair_ptr, row, num_rows, 1, HEADS, HEAD_BLOCK, WIDTH)
+    inner, group_ptr = tl.arange(0, KEYS) % SIZE, group_ptr + row * NUM_KEPT
+    places = first + tl.arange(0, KEYS)
+    group = tl.load(group_ptr + places // SIZE, mask=places < NUM, other=-1).to(tl.int64)
+    for start in range(first, tl.minimum(first + SPAN, NUM), KEYS):
         places = start + tl.arange(0, KEYS)
-        known, block = places < NUM_KEPT * SIZE, row * NUM_KEPT + places // SIZE
-        group = tl.load(group_ptr + block, mask=known, other=-1).to(tl.int64)
-        kept = tl.load(kept_ptr + block, mask=known, other=-1)
+        following = tl.load(group_ptr + (places + KEYS) // SIZE, mask=places + KEYS < NUM, other=-1).to(tl.int64)
         offsets = tl.maximum(group, 0) * (SIZE * NUM_BYTES) + inner * NUM_BYTES
         offsets = tl.multiple_of(offsets, NUM_BYTES & -NUM_BYTES)
-        total, factor = _sums(pool_ptr, words_ptr, offsets, query, weights, summing, WIDTH, PLAIN)
-        score = tl.sum(total, 1).to(tl.bfloat16).to(tl.float32) * factor  # all columns but the first are zero
-        seen = (kept >= 0) & (kept * SIZE + inner < visible)
-        tl.store(score_ptr + row * (NUM_KEPT * SIZE) + places, tl.where(seen, score, float("-inf")), mask=known)
+        score = tl.reshape(_scores(pool_ptr, words_ptr, offsets, query, pairs, 1, WIDTH, PLAIN), (KEYS,))
+        seen = (group >= 0) & ((group != newest) | (inner < visible))
+        score = tl.where(seen, score, float("-inf"))
+        tl.store(score_ptr + row * NUM + places, score, mask=places < NUM)
+        group = following
 
 
 @dataclass(slots=True, frozen=True)
@@ -206,7 +212,7 @@ def score_all(query: Query, keys: PagedRows, row_sequence: Tensor, visible: Tens
     if num_rows:
         _scan_kernel[(triton.cdiv(num_rows, _ROW_TILE), triton.cdiv(capacity, _SPAN))](
             query.codes,
-            query.weights,
+            query.weights.view(torch.int32),
             keys.pool.view(torch.float8_e4m3fn),
             keys.pool.view(torch.int32),
             keys.block_table,
@@ -224,7 +230,6 @@ def score_all(query: Query, keys: PagedRows, row_sequence: Tensor, visible: Tens
             ROWS=_ROW_TILE,
             KEYS=_KEYS,
             SPAN=_SPAN,
-            SUMS=_SUMS,
             STAGES=_STAGES,
             PLAIN=not visible.is_cuda,
             num_warps=_WARPS,
@@ -242,18 +247,20 @@ def score_kept(
     num_places = kept.shape[1] * rule.block_size
     values = torch.empty(num_rows, num_places, dtype=torch.bfloat16, device=visible.device)
     if num_rows:
-        groups_per_block = keys.entries_per_block // rule.block_size
-        groups = LocateEntries()(kept, row_sequence, keys.block_table, entries_per_block=groups_per_block)
+        per_block = keys.entries_per_block // rule.block_size
         _kept_kernel[(num_rows, triton.cdiv(num_places, _KEPT_SPAN))](
             query.codes,
-            query.weights,
+            query.weights.view(torch.int32),
             keys.pool.view(torch.float8_e4m3fn),
             keys.pool.view(torch.int32),
-            groups,
-            kept,
+            keys.block_table,
+            row_sequence,
             visible,
+            LocateEntries()(kept, row_sequence, keys.block_table, entries_per_block=per_block),
             values,
             num_rows,
+            keys.block_table.stride(0),
+            PER_BLOCK=keys.entries_per_block,
             NUM_BYTES=keys.record.num_bytes,
             NUM_KEPT=kept.shape[1],
             SIZE=rule.block_size,
@@ -262,9 +269,8 @@ def score_kept(
             WIDTH=width,
             KEYS=_KEPT_KEYS,
             SPAN=_KEPT_SPAN,
-            SUMS=_SUMS,
-            STAGES=_KEPT_STAGES,
             PLAIN=not visible.is_cuda,
             num_warps=_WARPS,
+            num_stages=1,  # more programs to a multiprocessor hide more than copies ahead would
         )
     return Scores(values, block_maxima(values, None, unit=1, size=GROUP, newest=False))
