@@ -33,7 +33,13 @@ from deepinfer.runtime.bench.bench_rank import BenchCase, bench_config, run_benc
 from deepinfer.runtime.bench.scheduling import driver_cost, rank_step_seconds
 from deepinfer.tokenizer import Tokenizer
 
-app = typer.Typer(help="Measure steps of one rank, scheduling, or a whole job.", no_args_is_help=True)
+app = typer.Typer(
+    help=(
+        "Measure steps of one rank, scheduling, or a whole job.\n\n"
+        "Example: deepinfer bench decode --requests 64 --context 8192"
+    ),
+    no_args_is_help=True,
+)
 
 _WIDTH = 130  # of lines that go into a file
 _CONTEXT, _SCHEDULER_STEPS = 8192, 100

@@ -15,7 +15,10 @@ from deepinfer.models.deepseek_v41.verify import verify_checkpoint
 
 EXIT_DEVIATIONS = 3
 
-app = typer.Typer(help="Write or check checkpoints.", no_args_is_help=True)
+app = typer.Typer(
+    help="Write or check checkpoints.\n\nExample: deepinfer checkpoint verify ./DeepSeek-V4.1-Flash",
+    no_args_is_help=True,
+)
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The checkpoint's directory.")]
 

@@ -203,8 +203,13 @@ def test_a_fault_of_ours_is_called_one(tmp_path: Path, engines: _Engines, capsys
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["run"], ["generate"], ["doctor"], ["checkpoint", "tiny"], ["checkpoint", "verify"]]
-)
+    "command",
+    [
+        [], ["run"], ["generate"], ["doctor"],
+        ["checkpoint"], ["checkpoint", "tiny"], ["checkpoint", "verify"],
+        ["bench"], ["bench", "decode"], ["bench", "prefill"], ["bench", "scheduler"], ["bench", "offline"],
+    ],
+)  # fmt: skip
 def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command([*command, "--help"]) == 0
     assert f"Example: deepinfer {' '.join(command)}".rstrip() in capsys.readouterr().out
