@@ -1,7 +1,7 @@
 """Scores of index keys in Triton, over all entries of a sequence or inside kept blocks, with their maxima by eights.
 
 Products run in FP8 (see `index_codes`); powers of two are multiplied in at the end, which leaves the bf16 roundings of
-the contract where the reference has them.
+the contract where the reference has them. Heads are added up in float32, in a fixed order other than the reference's.
 Byte offsets are sums of products, not products of sums: Triton 3.6 takes 16 * b + e % 16 for a multiple of 16.
 """
 
