@@ -49,7 +49,7 @@ _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
 }
 # optional backend -> what a start without it costs, measured on an H200 at the released shapes
 _COST_WITHOUT: Final = {
-    "deep_gemm": "experts run from FP4 weights about 3 times slower, other quantised linears in bf16",
+    "deep_gemm": "experts run from FP4 weights, with many rows 2 to 3 times slower, other quantised linears in bf16",
     "deep_gemm_bf16": "in batch-invariant mode products in bf16 run in Triton, up to 1.4 times slower",
     "flash_mla": "sparse attention runs in Triton, 2 to 3 times slower",
     "triton": "every small kernel falls back to torch: for tests only",
