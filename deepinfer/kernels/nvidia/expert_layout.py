@@ -12,8 +12,6 @@ from torch import Tensor
 _STEP = 64
 _FEW_COPIES = 16384  # up to so many, a program finds the places of one step of copies; of more, of eight steps
 _CHUNKS_AT_ONCE = 32
-_FEW_MATCHES = 1 << 17  # up to so many pairs of a copy and an expert, each program counts for itself
-_COPIES_AT_ONCE = 256
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,27 +62,17 @@ def _place_kernel(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     CHUNKS_AT_ONCE: tl.constexpr,
-    COUNTED: tl.constexpr,
-    COPIES_AT_ONCE: tl.constexpr,
 ):
     """A program places the copies of one chunk, in order, and marks one tile: whose it is, and where it is padding."""
     number = tl.program_id(0)
     experts = tl.arange(0, NUM_BLOCK)
     total, before = tl.zeros((NUM_BLOCK,), tl.int32), tl.zeros((NUM_BLOCK,), tl.int32)
-    if COUNTED:
-        for start in range(0, num_chunks, CHUNKS_AT_ONCE):
-            chunks = start + tl.arange(0, CHUNKS_AT_ONCE)
-            place = counts_ptr + chunks[:, None] * NUM_BLOCK + experts[None, :]
-            counts = tl.load(place, mask=(chunks < num_chunks)[:, None], other=0)
-            total += tl.sum(counts, 0)
-            before += tl.sum(tl.where((chunks < number)[:, None], counts, 0), 0)
-    else:
-        for start in range(0, num_copies, COPIES_AT_ONCE):
-            copies = start + tl.arange(0, COPIES_AT_ONCE)
-            ids = tl.load(ids_ptr + copies, mask=copies < num_copies, other=-1).to(tl.int32)
-            goes = (ids[:, None] == experts[None, :]).to(tl.int32)
-            total += tl.sum(goes, 0)
-            before += tl.sum(tl.where((copies < number * CHUNK)[:, None], goes, 0), 0)
+    for start in range(0, num_chunks, CHUNKS_AT_ONCE):
+        chunks = start + tl.arange(0, CHUNKS_AT_ONCE)
+        place = counts_ptr + chunks[:, None] * NUM_BLOCK + experts[None, :]
+        counts = tl.load(place, mask=(chunks < num_chunks)[:, None], other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where((chunks < number)[:, None], counts, 0), 0)
     tiles = (total + TILE - 1) // TILE
     ends = tl.cumsum(tiles, 0)
     if number < num_chunks:
@@ -117,11 +105,9 @@ def lay_out_experts(expert_ids: Tensor, *, num_experts: int, tile: int) -> Exper
     if num_copies:
         chunk = _STEP if num_copies <= _FEW_COPIES else 8 * _STEP
         num_chunks, block = triton.cdiv(num_copies, chunk), triton.next_power_of_2(num_experts)
-        expert_ids, counts = expert_ids.contiguous(), source
-        is_counted = num_copies * block > _FEW_MATCHES
-        if is_counted:
-            counts = torch.empty(num_chunks, block, dtype=torch.int32, device=device)
-            _count_kernel[(num_chunks,)](expert_ids, counts, num_copies, NUM_BLOCK=block, CHUNK=chunk, STEP=_STEP)
+        counts = torch.empty(num_chunks, block, dtype=torch.int32, device=device)
+        expert_ids = expert_ids.contiguous()
+        _count_kernel[(num_chunks,)](expert_ids, counts, num_copies, NUM_BLOCK=block, CHUNK=chunk, STEP=_STEP)
         _place_kernel[(max(num_chunks, num_tiles),)](
             expert_ids,
             counts,
@@ -138,7 +124,5 @@ def lay_out_experts(expert_ids: Tensor, *, num_experts: int, tile: int) -> Exper
             CHUNK=chunk,
             STEP=_STEP,
             CHUNKS_AT_ONCE=_CHUNKS_AT_ONCE,
-            COUNTED=is_counted,
-            COPIES_AT_ONCE=_COPIES_AT_ONCE,
         )
     return ExpertLayout(expert, source, copy, places)
