@@ -107,9 +107,9 @@ def _report_until_done(driver: ActorHandle[Any], start: Any) -> None:
         now = time.monotonic()
         changed = {rank: text for rank, text in ranks.items() if _phase(shown.get(rank, "")) != _phase(text)}
         if changed or now - last_line > _SILENCE_SECONDS:
-            lines = changed or ranks or {"driver": "starting"}
+            lines = changed or ranks or shown or {"driver": "starting"}
             _LOGGER.info("%.0f s: %s", now - begin, summarize(lines))
-            shown, last_line = ranks, now
+            shown, last_line = ranks or shown, now
 
 
 def summarize(ranks: dict[str, str]) -> str:
@@ -132,10 +132,11 @@ def _phase(text: str) -> str:
 
 
 def _phases(driver: ActorHandle[Any]) -> dict[str, str]:
+    """Return the phase of each rank; nothing of a driver that is slow to answer, or has started or failed meanwhile."""
     try:
-        ranks: dict[str, str] = ray.get(driver.status.remote(), timeout=_ASK_SECONDS).get("ranks", {})
+        status: dict[str, Any] = ray.get(driver.status.remote(), timeout=_ASK_SECONDS)
     except GetTimeoutError:
         return {}
     except RayError:
         return {}  # the start's own answer says what it was
-    return ranks
+    return status["ranks"] if status["state"] == "starting" else {}

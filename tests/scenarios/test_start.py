@@ -116,7 +116,7 @@ def test_p59_a_start_that_hangs_is_never_silent(
     def get(_: Any, timeout: float) -> dict[str, Any]:
         nonlocal now
         if answers:
-            return {"ranks": {"decode-0": "loading weights"}}
+            return {"state": "starting", "ranks": {"decode-0": "loading weights"}}
         now += timeout
         raise ray.exceptions.GetTimeoutError
 
@@ -127,6 +127,33 @@ def test_p59_a_start_that_hangs_is_never_silent(
         engine_module._report_until_done(driver, "start")
     assert len(spoke_at) > 10
     assert max(late - early for early, late in itertools.pairwise(spoke_at)) < MAX_SILENCE_SECONDS
+
+
+def test_a_start_that_ends_while_it_is_asked_for_news_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A ready driver tells of its ranks in another shape, and a busy one nothing: the last news stands."""
+    now, asked = 0.0, 0
+
+    def wait(references: list[Any], *, timeout: float) -> tuple[list[Any], list[Any]]:
+        nonlocal now
+        now += 30.0
+        return (references, []) if now > 100 else ([], references)
+
+    def get(_: Any, timeout: float) -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise ray.exceptions.GetTimeoutError
+        ready = {"state": "ready", "ranks": {"decode-0": {"pid": 7}}}
+        return {"state": "starting", "ranks": {"decode-0": "loading weights"}} if asked == 1 else ready
+
+    driver = SimpleNamespace(status=SimpleNamespace(remote=lambda: None))
+    monkeypatch.setattr(engine_module, "ray", SimpleNamespace(wait=wait, get=get))
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now))
+    with caplog.at_level(logging.INFO, logger="deepinfer.start"):
+        engine_module._report_until_done(driver, "start")
+    assert [record.getMessage().partition(" s: ")[2] for record in caplog.records] == ["decode-0: loading weights"] * 3
 
 
 ATTACHED = """
