@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.ops import CandidateRule, ExpertRows, PagedRows
+from deepinfer.kernels.ops import CandidateRule, ExpertRows, ExpertSum, PagedRows
 from deepinfer.kernels.registry import KernelSet, load_backend, select_kernels
 from deepinfer.platforms.platform import load_platform
 
@@ -150,6 +150,14 @@ def linear_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
             2 * VOCABULARY * HIDDEN + 4 * rows * VOCABULARY,
             2.0 * rows * VOCABULARY * HIDDEN,
         )
+        rough = kernels.rough_linear.prepare(normal(VOCABULARY, HIDDEN))
+        yield Case(
+            "rough_linear head",
+            lambda: kernels.rough_linear(hidden, rough),
+            VOCABULARY * HIDDEN + 2 * rows * (HIDDEN + VOCABULARY),
+            2.0 * rows * VOCABULARY * HIDDEN,
+            "fp8",
+        )
 
 
 def stream_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
@@ -177,6 +185,10 @@ def stream_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
     yield Case("update_streams", lambda: kernels.update_streams(streams, x, pre, mix), 4.5 * streams.numel())
     advance = lambda: kernels.advance_streams(streams, x, pre, mix, pre, weight, epsilon=1e-20)  # noqa: E731
     yield Case("advance_streams", advance, 5 * streams.numel())
+    places = torch.randperm(rows * CHOSEN, device="cuda").view(rows, CHOSEN)
+    y = ExpertSum(ExpertRows(normal(rows * CHOSEN, HIDDEN), places), x)
+    summing = lambda: kernels.advance_streams(streams, y, pre, mix, pre, weight, epsilon=1e-20)  # noqa: E731
+    yield Case("advance_streams with a sum of experts", summing, 5 * streams.numel() + 2 * CHOSEN * x.numel())
 
 
 def cache_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
