@@ -73,7 +73,7 @@ class PushLink:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """What runs in here on this rank alone moves nothing and meets nobody; what is recorded in here will."""
+        """What runs in here on this rank alone moves nothing, meets nobody and gets nothing; what is recorded will."""
         self._is_rehearsal = True
         try:
             yield
@@ -138,9 +138,13 @@ class PushDispatcher:
         link.meet()
         places = self.num_ranks * region.shape.max_rows
         own = link.memory.own
+        arrived_ids = own[region.ids :][: places * columns * ID_BYTES].view(torch.int64).view(places, columns)
+        if not link.is_active:
+            # what lies there is of another exchange, perhaps of more experts or of a larger table
+            arrived_ids = torch.full_like(arrived_ids, -1)
         return Dispatched(
             rows=own[region.rows :][: places * row_bytes].view(rows.dtype).view(places, rows.shape[1]),
-            expert_ids=own[region.ids :][: places * columns * ID_BYTES].view(torch.int64).view(places, columns),
+            expert_ids=arrived_ids,
             weights=own[region.weights :][: places * columns * WEIGHT_BYTES].view(torch.float32).view(places, columns),
             handle=_Sent(expert_ids, region),
         )

@@ -60,7 +60,9 @@ def _faults(rank: int, memories: list[torch.Tensor], ready: Any) -> list[str]:
         num_rows = counts[(rank + step) % len(counts)]
         if rank == 0:
             with link.rehearsal():  # nobody else hears of it
-                _exchange(dispatcher, exchange_of(7, MAX_ROWS))
+                seen, _ = _exchange(dispatcher, exchange_of(7, MAX_ROWS))
+            if len(seen):
+                faults.append(f"rank {rank} step {step}: a rehearsal sees rows of the exchange before")
         sent = [exchange_of(100 * step + r, counts[(r + step) % len(counts)]) for r in range(len(memories))]
         seen, returned = _exchange(dispatcher, sent[rank])
         if not torch.equal(seen, expected_arrivals(sent, rank)):
