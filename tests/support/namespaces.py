@@ -6,6 +6,7 @@ Each host has its own network address, process ids, host name, /dev/shm and /tmp
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import socketserver
 import subprocess
@@ -133,7 +134,7 @@ def make_hosts(
 
     `environment` is that of what runs on them over ssh.
     """
-    bridge = f"di{os.getpid()}"
+    bridge = f"di{secrets.token_hex(3)}"  # never one that is still being taken away
     network = f"10.117.{os.getpid() % 250}"
     addresses = tuple(f"{network}.{number + 1}" for number in range(num_hosts))
     ssh = folder / "ssh"
