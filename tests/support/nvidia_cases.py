@@ -123,6 +123,10 @@ def check_matmul(bench: Bench) -> None:
         close(found, wanted, 1e-5)
         close(matmul(x, weight, torch.bfloat16), wanted, 3e-3)
         same(matmul(x[131:132], weight, torch.float32), found[131:132])
+    x, weight = (bench.normal(*shape, 512, dtype=torch.float32) for shape in ((70, 1), (1, 3)))
+    found = matmul(x, weight, torch.float32)
+    close(found, torch.einsum("tgk,gnk->tgn", x.double(), weight.double()).flatten(1), 1e-6)
+    same(matmul(x[33:34], weight, torch.float32), found[33:34])
 
 
 CHECKS: dict[str, Check] = {

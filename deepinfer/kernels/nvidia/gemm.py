@@ -36,6 +36,8 @@ class _Tiles:
 
 
 _FLOAT32 = _Tiles(64, 128, 32, 1, 4, 3)
+# without matrix units every column of a tile costs, there or not
+_FLOAT32_FEW = _Tiles(16, 16, 64, 4, 4, 3)
 _NARROW = _Tiles(64, 128, 64, 4, 4, 4)  # tiles of all of K would keep too few processors busy
 _MEDIUM = _Tiles(64, 128, 64, 1, 4, 4)
 _WIDE = _Tiles(128, 256, 64, 1, 8, 3)
@@ -45,7 +47,8 @@ _NARROW_COLUMNS, _MEDIUM_COLUMNS = 512, 2048  # at the most
 def _tiles(num_columns: int, depth: int, dtype: torch.dtype) -> _Tiles:
     """Return what was fastest on an H200 with 64 to 4,096 rows, or not much slower."""
     if dtype == torch.float32:
-        return _FLOAT32
+        is_few = num_columns <= _FLOAT32_FEW.columns and depth % (_FLOAT32_FEW.parts * _FLOAT32_FEW.depth) == 0
+        return _FLOAT32_FEW if is_few else _FLOAT32
     if num_columns <= _NARROW_COLUMNS and depth % (_NARROW.parts * _NARROW.depth) == 0:
         return _NARROW
     return _MEDIUM if num_columns <= _MEDIUM_COLUMNS else _WIDE
