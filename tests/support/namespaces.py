@@ -113,9 +113,9 @@ class _GateRequest(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         message, files, _, _ = socket.recv_fds(self.request, 1 << 20, 3)
         address, *words = message.decode().split("\0")
-        line = self.server.hosts.line(address, ["sh", "-c", " ".join(words)])
         stdin, stdout, stderr = files
         try:
+            line = self.server.hosts.line(address, ["sh", "-c", " ".join(words)])
             done = subprocess.run(
                 line, stdin=stdin, stdout=stdout, stderr=stderr, env=self.server.environment, check=False
             )
