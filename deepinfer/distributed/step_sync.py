@@ -19,13 +19,14 @@ from deepinfer.distributed.process_groups import Group
 class StepProposal:
     """One rank's state. `has_work`: sequences waiting, running or in flight. `wake_id`: the newest seen.
 
-    `num_rows`: rows of its next step, 0 if it has none.
+    `num_rows`: rows of its next step, 0 if it has none. `wants_drafts`: that step should draft for the one behind it.
     """
 
     has_work: bool
     num_rows: int
     wake_id: int
     stopping: bool
+    wants_drafts: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,13 +34,15 @@ class StepAgreement:
     """What all ranks do next, in this order of strength.
 
     `stop`: some rank is to stop, so all do. `park`: wait for a newer wake. `max_rows` above 0: run one step now,
-    padding where a rank has no rows. Else no step: handle what is in flight and agree again.
+    padding where a rank has no rows. Else no step: handle what is in flight and agree again. `is_drafting`: some rank
+    wants drafts, so all draft: that is a collective, too.
     """
 
     anyone_has_work: bool
     max_rows: int
     park: bool
     stop: bool
+    is_drafting: bool = False
 
 
 class StepSync(Protocol):
@@ -67,12 +70,18 @@ class GroupStepSync:
 
     def agree(self, proposal: StepProposal) -> StepAgreement:
         """Gather all proposals and conclude the same everywhere."""
-        own = [int(proposal.has_work), proposal.num_rows, proposal.wake_id, int(proposal.stopping)]
+        own = (
+            proposal.has_work,
+            proposal.num_rows,
+            proposal.wake_id,
+            proposal.stopping,
+            proposal.wants_drafts,
+        )
         gathered = self._group.all_gather(torch.tensor(own, dtype=torch.int64)).tolist()
         return _conclude(
             [
-                StepProposal(has_work=bool(work), num_rows=rows, wake_id=wake, stopping=bool(stopping))
-                for work, rows, wake, stopping in gathered
+                StepProposal(bool(work), rows, wake, stopping=bool(stopping), wants_drafts=bool(wants_drafts))
+                for work, rows, wake, stopping, wants_drafts in gathered
             ]
         )
 
@@ -85,4 +94,5 @@ def _conclude(proposals: list[StepProposal]) -> StepAgreement:
         max_rows=max(proposal.num_rows for proposal in proposals),
         park=not anyone_has_work and same_wake,
         stop=any(proposal.stopping for proposal in proposals),
+        is_drafting=any(proposal.wants_drafts for proposal in proposals),
     )

@@ -54,11 +54,13 @@ class Room:
 def measure_costs(runner: ModelRunner, stream: Stream, room: Room, *, num_slots: int, max_drafts: int) -> CostTable:
     """Return the median seconds of steps with 1, 2, 4, .. `num_slots` sequences and 0 .. `max_drafts` drafts each.
 
+    Those of steps that draft nothing are measured last: they leave nothing to verify.
+
     Both numbers are the same on all ranks of a group; `num_slots` is at most the room's.
     """
     sizes = tuple(_doubling(num_slots))
     lengths = tuple(sorted({count for count in _NUM_DRAFTS if count < max_drafts} | {max_drafts}))
-    rows = []
+    rows, plain = [], []
     for size in sizes:
         plans = _plans(room, size)
         _run(runner, stream, next(plans), 0)  # warms up, and leaves the first drafts
@@ -68,7 +70,10 @@ def measure_costs(runner: ModelRunner, stream: Stream, room: Room, *, num_slots:
                 for count in lengths
             )
         )
-    return CostTable(num_sequences=sizes, num_drafts=lengths, seconds=tuple(rows))
+        plain.append(
+            statistics.median(_run(runner, stream, next(plans), 0, is_drafting=False) for _ in range(_NUM_REPEATS))
+        )
+    return CostTable(num_sequences=sizes, num_drafts=lengths, seconds=tuple(rows), plain_seconds=tuple(plain))
 
 
 def _doubling(largest: int) -> Iterator[int]:
@@ -102,8 +107,8 @@ def _grants(room: Room, group: KVGroup, size: int) -> Iterator[BlockGrant]:
         )
 
 
-def _run(runner: ModelRunner, stream: Stream, plan: StepPlan, num_drafts: int) -> float:
-    plan.draft_budget = DraftBudget(num_drafts)
+def _run(runner: ModelRunner, stream: Stream, plan: StepPlan, num_drafts: int, *, is_drafting: bool = True) -> float:
+    plan.draft_budget, plan.is_drafting = DraftBudget(num_drafts), is_drafting
     start = stream.submit(lambda: runner.start_step(plan))
     finish = stream.submit(lambda: runner.finish_step(plan, None))
     finish.result()

@@ -200,7 +200,10 @@ class ModelRunner:
         state = self._table.sampling
         wishes = (state.rules, state.truncating, state.num_logprobs, self._table.with_grammar)
         if self._speculation.capturable and not _any_in(plan, *wishes):
-            whole = graphs.run("whole", self._run_whole, decode)
+            if plan.is_drafting:
+                whole = graphs.run("whole", self._run_whole, decode)
+            else:
+                whole = graphs.run("without drafting", self._run_without_drafting, decode)
             return _Started(sent, chunks, max_position, whole=whole)
         step, logits = graphs.run("rows", self._run_kept_rows, decode)
         return _Started(sent, chunks, max_position, step, logits, decode)
@@ -215,10 +218,15 @@ class ModelRunner:
         return step, self._forward(step)
 
     def _run_whole(self, decode: DecodeRows) -> _Whole:
+        return self._run_committed(decode), self._run_draft(decode)
+
+    def _run_without_drafting(self, decode: DecodeRows) -> _Whole:
+        return self._run_committed(decode), None
+
+    def _run_committed(self, decode: DecodeRows) -> Committed:
         step, logits = self._run_rows(decode)
         assert step.verify is not None, "decode rows"
-        committed = self._speculation.commit(logits, step.verify, step.decode_slots)
-        return committed, self._run_draft(decode)
+        return self._speculation.commit(logits, step.verify, step.decode_slots)
 
     def _run_draft(self, decode: DecodeRows) -> Drafts | None:
         return self._speculation.draft(decode.slots)
@@ -250,7 +258,8 @@ class ModelRunner:
         self, plan: StepPlan, started: _Started, step: StepInputs, all_logits: torch.Tensor
     ) -> PendingRows | None:
         if step.verify is None:
-            self._speculation.draft(step.decode_slots)
+            if plan.is_drafting:
+                self._speculation.draft(step.decode_slots)
             return None
         logits = all_logits[step.first_verify_logit :]
         verify = own_rows(step.verify, plan.decode_slots.tolist(), started.max_position)
@@ -260,6 +269,8 @@ class ModelRunner:
 
     def _draft(self, plan: StepPlan, started: _Started, step: StepInputs) -> Drafts | None:
         """Draft as a graph if the step's rows ran as one, unless a slot truncates: then its drafts do, too."""
+        if not plan.is_drafting:
+            return None
         speculation = self._speculation
         is_plain = speculation.capturable and not _any_in(plan, self._table.sampling.truncating)
         if self._graphs is not None and started.graph_rows is not None and is_plain and speculation.is_drafting:

@@ -178,9 +178,17 @@ class RankEngine:
             self._submit_import(entry)
         has_work = self._has_work() or bool(self._in_flight)
         plan = self._scheduler.plan(self._step_id)
+        planner = self._parts.planner
         agreement = self._parts.sync.agree(
-            StepProposal(has_work=has_work, num_rows=plan.num_rows, wake_id=self._wake_id, stopping=stopping)
+            StepProposal(
+                has_work=has_work,
+                num_rows=plan.num_rows,
+                wake_id=self._wake_id,
+                stopping=stopping,
+                wants_drafts=planner is None or planner.wants_drafts(plan),
+            )
         )
+        plan.is_drafting = agreement.is_drafting
         if agreement.stop:
             return False
         self._step_id += 1

@@ -76,6 +76,7 @@ class StepPlan:
 
     `decode_slots` [n]: slots that run their uncommitted rows (1 + drafts, at most `max_rows_per_slot` each; fewer where
     `draft_budget` says so). A slot that the device knows to be at its limit runs none, and its output is empty.
+    `is_drafting`: the step drafts for the next one, on all ranks of a group or on none.
     """
 
     step_id: int
@@ -85,6 +86,7 @@ class StepPlan:
     decode_slots: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     max_rows_per_slot: int = 1
     draft_budget: DraftBudget | None = None
+    is_drafting: bool = True
 
     @property
     def num_rows(self) -> int:
@@ -126,7 +128,7 @@ class StepOutput:
 
     `prompt_logprobs` holds, per slot, the columns of this step's chunk rows: entry t belongs to the prompt token at
     `start_position + 1 + t`. `draft_ids` [n, K] are the drafts for the next step of the n decode slots, in plan order,
-    and `confidence` [n, K] their log-odds; both None where nothing drafts.
+    and `confidence` [n, K] their log-odds; both None where the step drafts nothing.
     """
 
     step_id: int

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -17,26 +17,31 @@ from deepinfer.errors import ConfigError
 class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`seconds[i][j]`: a step of `num_sequences[i]` sequences that verify `num_drafts[j]` drafts each, and draft again.
 
-    Both lists ascend; `num_drafts` begins with 0. Between entries a cost is interpolated, beyond the last number of
-    sequences it grows in proportion.
+    Both lists ascend; `num_drafts` begins with 0. `plain_seconds[i]`: the step neither verifies nor drafts; what it
+    saves against `seconds[i][0]` is the cost of drafting. Between entries a cost is interpolated, beyond the last
+    number of sequences it grows in proportion.
     """
 
     num_sequences: tuple[int, ...]
     num_drafts: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
+    plain_seconds: tuple[float, ...]
 
     def step_seconds(self, num_sequences: int, num_drafts: float) -> float:
         """Return the cost of a step with `num_drafts` drafts per sequence on average."""
+        return self._between_sizes(num_sequences, lambda row: self._at(row, num_drafts))
+
+    def plain_step_seconds(self, num_sequences: int) -> float:
+        """Return the cost of a step that neither verifies drafts nor makes any."""
+        return self._between_sizes(num_sequences, lambda row: self.plain_seconds[row])
+
+    def _between_sizes(self, num_sequences: int, at: Callable[[int], float]) -> float:
         largest = self.num_sequences[-1]
         if num_sequences > largest:
-            return self._at(len(self.num_sequences) - 1, num_drafts) * num_sequences / largest
+            return at(len(self.num_sequences) - 1) * num_sequences / largest
         above = min(bisect_right(self.num_sequences, num_sequences), len(self.num_sequences) - 1)
         below = max(above - 1, 0)
-        return _between(
-            num_sequences,
-            (self.num_sequences[below], self._at(below, num_drafts)),
-            (self.num_sequences[above], self._at(above, num_drafts)),
-        )
+        return _between(num_sequences, (self.num_sequences[below], at(below)), (self.num_sequences[above], at(above)))
 
     def _at(self, row: int, num_drafts: float) -> float:
         above = min(bisect_right(self.num_drafts, num_drafts), len(self.num_drafts) - 1)

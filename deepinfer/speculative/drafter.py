@@ -48,7 +48,7 @@ class Drafts:
 
 
 class Drafter(Protocol):
-    """Drafts for a step's sequences. A collective: every rank of a group calls it in every step, also with none.
+    """Drafts for a step's sequences. A collective: where a step drafts all ranks of its group call it, also with none.
 
     `capturable`: a graph may hold it.
     """

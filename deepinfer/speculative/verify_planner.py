@@ -3,7 +3,7 @@
 The budget is chosen on the host before the step's drafts are known there, from log-odds that are at least two passes
 old: it can't depend on the values of the drafts that it admits, which is what keeps rejection sampling unbiased (the
 DSpark paper, 5.2). The device then ranks the present drafts within the budget. Under shared noise nothing of this can
-change the output at all.
+change the output at all. Whether a step drafts at all follows from earlier outcomes, see `DraftAccount`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from deepinfer.platforms.transfer import to_device
 from deepinfer.scheduler.step_plan import DraftBudget, Float32Array, StepOutput, StepPlan
 from deepinfer.speculative.confidence import Calibrator, survival
 from deepinfer.speculative.cost_table import CostTable
+from deepinfer.speculative.draft_account import DraftAccount
 
 _MIN_LAG = 2  # passes between the log-odds that a budget is made from and the drafts that it admits
 _MIN_GAIN = 1.02  # over the best fixed length, before lengths vary: what it brings must exceed its bookkeeping
@@ -66,6 +67,8 @@ class VerifyPlanner:
         self._costs = costs
         self._max_drafts = max_drafts
         self._calibrator = Calibrator(max_drafts)
+        self._account = DraftAccount(costs)
+        self._left_drafts = True  # the step planned last
         self._slots: dict[int, _Slot] = {}
 
     @property
@@ -73,8 +76,16 @@ class VerifyPlanner:
         """The calibration in use."""
         return self._calibrator.temperatures
 
+    def wants_drafts(self, plan: StepPlan) -> bool:
+        """Return whether the step of `plan` should draft for the next one."""
+        return len(plan.decode_slots) > 0 and self._account.wants_drafts
+
     def budget(self, plan: StepPlan) -> DraftBudget | None:
-        """Return the budget of a step about to be launched; None when it decodes nothing. Once for each plan."""
+        """Return the budget of a step about to be launched; None when it decodes nothing. Once for each plan.
+
+        It is known whether the step drafts. One that does not verifies nothing either.
+        """
+        has_drafts, self._left_drafts = self._left_drafts and plan.is_drafting, plan.is_drafting
         for admission in plan.admissions:
             self._slots[admission.slot] = _Slot()
         slots = plan.decode_slots.tolist()
@@ -87,12 +98,23 @@ class VerifyPlanner:
             if known is not None:
                 chances[place] = survival(known, self.temperatures)
             state.num_planned += 1
+        if not plan.is_drafting:
+            self._account.rest(len(slots))
+        if not has_drafts:
+            return DraftBudget(0)
         return best_budget(chances, self._costs, self.temperatures)
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:
         """Take in a step's results: outcomes of the drafts that it verified, log-odds of those for the next pass."""
         slots = plan.decode_slots.tolist()
-        for place, (slot, result) in enumerate(zip(slots, output.slots[len(output.slots) - len(slots) :], strict=True)):
+        results = output.slots[len(output.slots) - len(slots) :]
+        if slots and plan.is_drafting:
+            self._account.add(
+                len(slots),
+                num_drafted=sum(result.num_drafted for result in results),
+                num_accepted=sum(result.num_accepted for result in results),
+            )
+        for place, (slot, result) in enumerate(zip(slots, results, strict=True)):
             state = self._slots[slot]
             verified = state.log_odds.get(state.num_read)
             if verified is not None and result.failure is None:

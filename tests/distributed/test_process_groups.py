@@ -107,6 +107,15 @@ def test_ranks_park_only_without_work_and_with_the_same_wake() -> None:
     assert results == [expected, expected]
 
 
+def test_all_ranks_draft_when_one_wants_to() -> None:
+    wanting, resting = (
+        StepProposal(has_work=True, num_rows=3, wake_id=8, stopping=False, wants_drafts=wants)
+        for wants in (True, False)
+    )
+    results = run_ranks(_agree_worker, 2, [[resting, resting], [resting, wanting], [wanting, wanting]])
+    assert [[agreement.is_drafting for agreement in rank] for rank in results] == [[False, True, True]] * 2
+
+
 def _absent_worker(groups: ProcessGroups, _: None) -> str:
     if groups.sync.rank == 1:
         time.sleep(3.0)

@@ -20,8 +20,13 @@ from deepinfer.codec import unpack, unpack_floats
 from deepinfer.protocol import FinishCode, Request
 from deepinfer.runtime.slot_table import SlotTable
 from deepinfer.speculative.cost_table import CostTable
+from deepinfer.speculative.drafter import Anchors, Drafts
 
 MAX_DRAFTS = 5
+
+
+def _capture(work: Callable[[], Any]) -> Callable[[], Any]:
+    return work
 
 
 def _requests(count: int, **sampling: Any) -> list[Request]:
@@ -105,11 +110,55 @@ def test_lengths_that_vary_with_confidence_change_nothing(asynchronous: bool) ->
     requests = _requests(12, max_tokens=30)
     plain = _plain(requests)
     fixed = _drafted(requests, plain, hit_rate=0.75)
-    costs = CostTable((1, 8), (0, 5), ((1.0, 1.6), (1.0, 8.0)))
+    costs = CostTable((1, 8), (0, 5), ((1.0, 1.6), (1.0, 8.0)), (1.0, 1.0))
     varied = _drafted(requests, plain, hit_rate=0.75, asynchronous=asynchronous, costs=costs)
     assert _visible(varied) == _visible(plain)
     num_fixed, num_varied = (sum(answer.num_drafted for answer in answers.values()) for answers in (fixed, varied))
     assert 0 < num_varied < 0.8 * num_fixed
+
+
+class _Fickle(OracleDrafter):
+    """Wrong in the first 80 places of a sequence, right behind them."""
+
+    num_calls = 0
+
+    def draft(self, anchors: Anchors) -> Drafts:
+        type(self).num_calls += 1
+        return super().draft(anchors)
+
+    def _tell(self, number: int, place: int, known: list[int]) -> int:
+        truth = super()._tell(number, place, known)
+        return truth if place > 80 else (truth + 1) % VOCAB_SIZE
+
+
+@pytest.mark.parametrize("capture", [None, _capture])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_drafting_rests_while_it_does_not_pay_and_goes_on_when_it_does(capture: Any, asynchronous: bool) -> None:
+    """P28: answers are the same; wrong drafts soon end, and the right ones behind them are found by a later trial."""
+
+    class Drafter(_Fickle):
+        capturable = capture is not None
+
+    requests = _requests(8, max_tokens=230, ignore_eos=True)
+    plain = _plain(requests, num_blocks=600)
+    known = [_whole(request, plain[request.index]) for request in requests]
+    costs = CostTable((1, 8), (0, 5), ((1.02, 1.05),) * 2, (1.0, 1.0))
+    log = Accepted()
+    make_drafter = partial(Drafter, sequences=known, hit_rate=1.0, vocab_size=VOCAB_SIZE, log=log)
+    decode = build_fake_rank(
+        "decode",
+        max_drafts=MAX_DRAFTS,
+        make_drafter=make_drafter,
+        asynchronous=asynchronous,
+        costs=costs,
+        capture=capture,
+        num_blocks=600,
+    )
+    drafted = answer_all(build_fake_rank("prefill").engine, decode.engine, requests)
+    assert _visible(drafted) == _visible(plain)
+    num_steps = sum(event == "launched" for event, _ in decode.events)
+    assert Drafter.num_calls < 0.7 * num_steps
+    assert sum(answer.num_accepted for answer in drafted.values()) > 0.3 * 8 * 150
 
 
 def test_runs_of_every_length_are_accepted_at_every_place() -> None:

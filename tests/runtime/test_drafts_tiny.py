@@ -141,7 +141,8 @@ def test_varying_lengths_change_nothing_and_costs_are_measured_once(
     table = read_table(file)
     assert table is not None
     assert (table.num_sequences, table.num_drafts) == ((1, 2), (0, 1, 3, 5))
-    assert all(seconds > 0 for row in table.seconds for seconds in row)
+    assert all(seconds > 0 for row in (*table.seconds, table.plain_seconds) for seconds in row)
+    assert len(table.plain_seconds) == 2
 
 
 def _work(place: RankPlace, task: tuple[Path, list[list[Request]], dict[int, Answer] | None, list[str]]) -> Any:

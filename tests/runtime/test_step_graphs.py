@@ -83,7 +83,7 @@ def test_tiers_change_no_answer_of_plain_decoding(kind: str) -> None:
 
 
 @pytest.mark.parametrize("oracle", [OracleDrafter, _CapturableOracle])
-@pytest.mark.parametrize("costs", [None, CostTable((1, 8), (0, 5), ((1.0, 1.6), (1.0, 8.0)))])
+@pytest.mark.parametrize("costs", [None, CostTable((1, 8), (0, 5), ((1.0, 1.6), (1.0, 8.0)), (1.0, 1.0))])
 def test_tiers_change_no_answer_under_drafts(oracle: type[OracleDrafter], costs: CostTable | None) -> None:
     """Runs of every length, with budgets or without; every fourth sequence wants more than a plain draw."""
     requests = _requests(9) + [
@@ -202,6 +202,9 @@ def _plans() -> list[tuple[StepPlan, StepMasks | None]]:
             None,
         ),
         (StepPlan(5), None),
+        (StepPlan(6, decode_slots=plain, draft_budget=DraftBudget(0), is_drafting=False), None),
+        (StepPlan(7, decode_slots=plain, draft_budget=DraftBudget(0)), None),
+        (StepPlan(8, decode_slots=plain, is_drafting=False), None),
     ]
 
 
@@ -222,6 +225,7 @@ def test_nothing_in_a_step_reads_the_device_or_has_its_shape_from_it(rule: str, 
     assert lengths[6] == 2  # at its limit in the third step
     assert all(lengths[slot] >= 3 for slot in range(1, 6))
     assert found[4].prompt_logprobs.keys() == {7}
+    assert [output.draft_ids is None for output in found[6:]] == [True, False, True]
     assert not any(slot.failure for output in found for slot in output.slots)
 
 

@@ -9,7 +9,7 @@ import pytest
 from deepinfer.errors import ConfigError
 from deepinfer.speculative.cost_table import CostTable, read_table, table_path, write_table
 
-TABLE = CostTable((1, 2, 8), (0, 2, 4), ((1.0, 2.0, 6.0), (2.0, 3.0, 7.0), (8.0, 10.0, 14.0)))
+TABLE = CostTable((1, 2, 8), (0, 2, 4), ((1.0, 2.0, 6.0), (2.0, 3.0, 7.0), (8.0, 10.0, 14.0)), (0.5, 1.0, 7.0))
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,11 @@ TABLE = CostTable((1, 2, 8), (0, 2, 4), ((1.0, 2.0, 6.0), (2.0, 3.0, 7.0), (8.0,
 )
 def test_costs_between_and_beyond_entries(sequences: int, drafts: float, seconds: float) -> None:
     assert TABLE.step_seconds(sequences, drafts) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("sequences", "seconds"), [(1, 0.5), (2, 1.0), (5, 4.0), (8, 7.0), (16, 14.0)])
+def test_costs_without_drafting(sequences: int, seconds: float) -> None:
+    assert TABLE.plain_step_seconds(sequences) == pytest.approx(seconds)
 
 
 def test_a_table_survives_on_disk(tmp_path: Path) -> None:
@@ -33,6 +38,8 @@ def test_a_table_survives_on_disk(tmp_path: Path) -> None:
 def test_a_broken_table_is_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text('{"num_sequences": [1]')
+    assert read_table(path) is None
+    path.write_text('{"num_sequences": [1], "num_drafts": [0], "seconds": [[1.0]]}')  # of a version before
     assert read_table(path) is None
 
 

@@ -20,7 +20,7 @@ ONES = (1.0, 1.0, 1.0)
 def _costs(slope: float, *, base: float = 1.0) -> CostTable:
     """`base` plus `slope` for each row beside the anchors."""
     sizes, lengths = (1, 2, 3, 4), (0, 1, 2, 3)
-    return CostTable(sizes, lengths, tuple(tuple(base + slope * r * k for k in lengths) for r in sizes))
+    return CostTable(sizes, lengths, tuple(tuple(base + slope * r * k for k in lengths) for r in sizes), (base,) * 4)
 
 
 def _rate(lengths: tuple[int, ...], chances: np.ndarray, costs: CostTable) -> float:
@@ -138,3 +138,42 @@ def test_outcomes_calibrate() -> None:
 
 def test_a_step_without_decode_slots_has_no_budget() -> None:
     assert VerifyPlanner(_costs(0.1), 3).budget(StepPlan(0)) is None
+
+
+def _play(planner: VerifyPlanner, count: int, *, accepted: int, first_id: int = 0) -> list[tuple[bool, int]]:
+    """Run `count` steps of one sequence, read at once; return whether each drafted, and the drafts that it verified."""
+    seen = []
+    has_drafts = False
+    for number in range(first_id, first_id + count):
+        plan = _step(number, admit=number == 0)
+        plan.is_drafting = planner.wants_drafts(plan)
+        budget = planner.budget(plan)
+        assert budget is not None
+        drafted = budget.num_drafts if has_drafts else 0
+        output = _output(plan, 9.0, drafted=drafted, accepted=min(drafted, accepted))
+        if not plan.is_drafting:
+            output.confidence = None
+        planner.observe(plan, output)
+        seen.append((plan.is_drafting, budget.num_drafts))
+        has_drafts = plan.is_drafting
+    return seen
+
+
+def test_a_stretch_of_rejections_ends_drafting_until_a_later_trial() -> None:
+    """Log-odds that promise everything don't help. A step that drafts nothing verifies nothing, nor does the next."""
+    planner = VerifyPlanner(_costs(0.1), 3)
+    seen = _play(planner, 2000, accepted=0)
+    resting = [place for place, (is_drafting, _) in enumerate(seen) if not is_drafting]
+    assert len(resting) > 0.9 * len(seen)
+    assert all(seen[place][1] == 0 for place in resting)
+    resumed = [place for place in range(1, 2000) if seen[place][0] and not seen[place - 1][0]]
+    assert resumed
+    assert all(seen[place] == (True, 0) for place in resumed)
+    assert any(count == 3 for _, count in seen[resumed[0] :])
+    assert all(is_drafting for is_drafting, _ in _play(planner, 3000, accepted=3, first_id=2000)[-1000:])
+
+
+def test_a_rank_without_sequences_wants_no_drafts() -> None:
+    planner = VerifyPlanner(_costs(0.1), 3)
+    assert planner.wants_drafts(_step(0, admit=True))
+    assert not planner.wants_drafts(StepPlan(1))
