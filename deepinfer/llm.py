@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
@@ -198,15 +198,22 @@ class LLM:
             result.output.tag = tags.pop(result.tag)
             yield result.output
 
-    def run_rows(self, rows: Iterable[Row], *, max_in_flight: int | None = None) -> Iterator[RowResult]:
+    def run_rows(
+        self,
+        rows: Iterable[Row],
+        *,
+        max_in_flight: int | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> Iterator[RowResult]:
         """Yield the result of every row in finishing order; the entry for batch jobs.
 
         Rows are pulled lazily on a thread of their own. At most `max_in_flight` rows (default and limit:
         `scheduler.max_in_flight`) are between being pulled and being yielded, so neither a long source nor a slow
-        caller makes memory grow. Closing the iterator gives up the rest. Raises ClusterError when the engine fails,
-        and whatever `rows` raises.
+        caller makes memory grow. Closing the iterator gives up the rest. `on_tokens` hears now and then how many tokens
+        have been generated since, those of unfinished rows included. Raises ClusterError when the engine fails, and
+        whatever `rows` raises.
         """
-        return self._run(rows, max_in_flight=max_in_flight).results()
+        return self._run(rows, max_in_flight=max_in_flight, on_tokens=on_tokens).results()
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one answer in pieces; joined they are the final text. Raises RequestError."""
@@ -227,14 +234,22 @@ class LLM:
             if update.result is not None and update.result.output.error is not None:
                 raise update.result.output.error
 
-    def _run(self, rows: Iterable[Row], *, max_in_flight: int | None, stream: bool = False) -> Run:
+    def _run(
+        self,
+        rows: Iterable[Row],
+        *,
+        max_in_flight: int | None,
+        stream: bool = False,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> Run:
         self._check_open()
         limit = self._max_in_flight
         if max_in_flight is not None and not 1 <= max_in_flight <= limit:
             raise ConfigError(
                 f"must lie in 1 .. {limit} (scheduler.max_in_flight), not {max_in_flight}", path="max_in_flight"
             )
-        return Run(self._client, self._maker, rows, max_in_flight=max_in_flight or limit, stream=stream)
+        max_in_flight = max_in_flight or limit
+        return Run(self._client, self._maker, rows, max_in_flight=max_in_flight, stream=stream, on_tokens=on_tokens)
 
     def _answer_all(self, rows: Sequence[Row]) -> list[RequestOutput]:
         answers: dict[int, RequestOutput] = {result.tag: result.output for result in self.run_rows(rows)}

@@ -285,9 +285,13 @@ class RequestBatch(_Struct, frozen=True, kw_only=True, tag="request_batch"):
 
 
 class OutputBatch(_Struct, frozen=True, kw_only=True, tag="output_batch"):
-    """Driver to client: what happened to a job's requests since the last call. `fatal` set: the engine has failed."""
+    """Driver to client: what happened to a job's requests since the last call. `fatal` set: the engine has failed.
+
+    `num_generated`: tokens that its sequences have got since then, those included that are sent only with an end.
+    """
 
     outputs: tuple[RequestOutput, ...] = ()
+    num_generated: int = 0
     fatal: str | None = None
 
 

@@ -167,7 +167,9 @@ class Driver:
             fatal = self._fatal or self._desk.why_closed(job_id)
             remaining = deadline - time.monotonic()
             if outputs or fatal or remaining <= 0:
-                return codec.encode(OutputBatch(outputs=outputs, fatal=None if outputs else fatal))
+                num_generated = self._scheduler.take_num_generated(job_id)
+                fatal = None if outputs else fatal
+                return codec.encode(OutputBatch(outputs=outputs, num_generated=num_generated, fatal=fatal))
             if await _is_set(self._changed, remaining) and self._is_busy():
                 await asyncio.sleep(_DELIVER_SECONDS)
 

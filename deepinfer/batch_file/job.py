@@ -27,8 +27,11 @@ _NUM_SHOWN = 5
 class RowRunner(Protocol):
     """The part of `LLM` that a job needs."""
 
-    def run_rows(self, rows: Iterable[Row]) -> Iterator[RowResult]:
-        """Yield one result per row, in finishing order; `rows` is pulled lazily, maybe from another thread."""
+    def run_rows(self, rows: Iterable[Row], *, on_tokens: Callable[[int], None]) -> Iterator[RowResult]:
+        """Yield one result per row, in finishing order; `rows` is pulled lazily, maybe from another thread.
+
+        `on_tokens` hears, while results are taken, how many tokens have been generated since.
+        """
         ...
 
 
@@ -50,8 +53,9 @@ class JobOptions:
 class JobProgress:
     """Running totals. `num_rows` None: not known. Answered and failed rows include the `num_kept` of earlier runs.
 
-    `ready_at`: time.monotonic() when the engine took its first row, None before. `first_errors`: the first rows that
-    failed in this run, each with its line, custom_id and reason.
+    `num_generated_tokens` are those of rows answered in this run; `num_new_tokens` has also those of rows that are not
+    finished yet. `ready_at`: time.monotonic() when the engine took its first row, None before. `first_errors`: the
+    first rows that failed in this run, each with its line, custom_id and reason.
     """
 
     num_rows: int | None = None
@@ -60,6 +64,7 @@ class JobProgress:
     num_failed: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    num_new_tokens: int = 0
     ready_at: float | None = None
     first_errors: list[str] = field(default_factory=list)
 
@@ -134,7 +139,7 @@ class _Job:
             with start_engine() as engine:
                 self._progress.ready_at = time.monotonic()
                 try:
-                    for result in engine.run_rows(itertools.chain((first,), rows)):
+                    for result in engine.run_rows(itertools.chain((first,), rows), on_tokens=self._note_tokens):
                         self._finish(result)
                 except ClusterError as error:
                     raise ClusterError(f"{error}{self._open_rows()}") from error
@@ -223,6 +228,9 @@ class _Job:
             self._progress.num_answered += 1
             self._progress.num_prompt_tokens += len(result.output.prompt_token_ids)
             self._progress.num_generated_tokens += sum(len(output.token_ids) for output in result.output.outputs)
+
+    def _note_tokens(self, num_tokens: int) -> None:
+        self._progress.num_new_tokens += num_tokens
 
     def _fail(self, line: int, digest: bytes, custom_id: str | None, error: RequestError) -> None:
         self._output.write(line, digest, error_line(self._output.job_id, line, custom_id, error))

@@ -91,7 +91,7 @@ class ProgressDisplay:
     def _rates(self) -> tuple[float, float, float]:
         """Return rows, prompt tokens and generated tokens per second over the last seconds."""
         progress = self._progress
-        now = (time.monotonic(), progress.num_done, progress.num_prompt_tokens, progress.num_generated_tokens)
+        now = (time.monotonic(), progress.num_done, progress.num_prompt_tokens, progress.num_new_tokens)
         self._samples.append(now)
         while now[0] - self._samples[0][0] > _WINDOW_SECONDS and len(self._samples) > 2:
             self._samples.popleft()

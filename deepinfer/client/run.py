@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from deepinfer.client.assembling import OpenRequest
@@ -52,11 +52,16 @@ class Run:
         *,
         max_in_flight: int,
         stream: bool = False,
+        on_tokens: Callable[[int], None] | None = None,
     ) -> None:
-        """Begin to pull rows at once, at most `max_in_flight` before results are taken."""
+        """Begin to pull rows at once, at most `max_in_flight` before results are taken.
+
+        `on_tokens` hears how many tokens have been generated since it was last called, from the thread that iterates.
+        """
         self._maker = maker
         self._rows = rows
         self._stream = stream
+        self._on_tokens = on_tokens
         self._job = client.open_job()
         self._credits = threading.Semaphore(max_in_flight)
         self._changed = threading.Condition()
@@ -84,7 +89,10 @@ class Run:
                 if not self._open:
                     continue
                 self._send()
-                for output in self._job.next_outputs(_POLL_SECONDS).outputs:
+                news = self._job.next_outputs(_POLL_SECONDS)
+                if self._on_tokens is not None and news.num_generated:
+                    self._on_tokens(news.num_generated)
+                for output in news.outputs:
                     request = self._open[output.request_id]
                     result, deltas = request.add(output)
                     if output.error is not None:

@@ -129,6 +129,14 @@ class BatchScheduler:
         job.unsent.clear()
         return tuple(outputs)
 
+    def take_num_generated(self, job_id: str) -> int:
+        """Return how many tokens a job's sequences have got since the last call."""
+        job = self._book.jobs.get(job_id)
+        if job is None:
+            return 0
+        num_generated, job.num_generated = job.num_generated, 0
+        return num_generated
+
     def capacity(self, job_id: str) -> int:
         """Return how many more requests a job may submit."""
         job = self._book.jobs.get(job_id)
@@ -341,6 +349,7 @@ class BatchScheduler:
     ) -> None:
         sample.append(token_ids, logprobs)
         owner = sample.owner
+        self._book.jobs[owner.job_id].num_generated += len(token_ids) // 4
         if owner.num_logprob_bytes > self._config.max_logprob_bytes:
             text = f"log-probabilities above scheduler.max_logprob_bytes ({self._config.max_logprob_bytes}); ask fewer"
             request_id = owner.request.request_id

@@ -130,10 +130,12 @@ class SampleState:
 class Job:
     """One client: unfinished requests by id, outputs not fetched yet, sequences with streamed tokens not sent yet.
 
-    `next_turn`: the turn of its next request; see `RequestBook.add`.
+    `next_turn`: the turn of its next request; see `RequestBook.add`. `num_generated`: tokens since its client last
+    asked.
     """
 
     next_turn: int = 0
+    num_generated: int = 0
     requests: dict[str, RequestState] = field(default_factory=dict)
     outputs: list[RequestOutput] = field(default_factory=list)
     unsent: dict[int, SampleState] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from deepinfer.errors import RequestError
 from deepinfer.outputs import CompletionOutput, RequestOutput, Row, RowResult
@@ -42,7 +42,7 @@ class EchoEngine:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def run_rows(self, rows: Iterable[Row]) -> Iterator[RowResult]:
+    def run_rows(self, rows: Iterable[Row], *, on_tokens: Callable[[int], None]) -> Iterator[RowResult]:
         source, waiting = iter(rows), list[Row]()
         while True:
             puller = threading.Thread(target=self._pull, args=(source, waiting))
@@ -51,7 +51,9 @@ class EchoEngine:
             if not waiting:
                 return
             time.sleep(self._delay_seconds)
-            yield self._answer(waiting.pop(self._random.randrange(len(waiting))))
+            result = self._answer(waiting.pop(self._random.randrange(len(waiting))))
+            on_tokens(sum(len(output.token_ids) for output in result.output.outputs))
+            yield result
 
     def _pull(self, source: Iterator[Row], waiting: list[Row]) -> None:
         while len(waiting) < MAX_OPEN and (row := next(source, None)) is not None:

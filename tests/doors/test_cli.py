@@ -92,8 +92,8 @@ def test_an_engine_failure_exits_1_and_says_how_to_go_on(
     """P60: the message holds the inner cause, the rows in work and those that have failed before."""
 
     class Dying(EchoEngine):
-        def run_rows(self, rows: Any) -> Iterator[Any]:
-            yield next(super().run_rows(rows))
+        def run_rows(self, rows: Any, **options: Any) -> Iterator[Any]:
+            yield next(super().run_rows(rows, **options))
             raise ClusterError("decode rank 2: out of memory")
 
     engines.engine = Dying()
@@ -110,8 +110,8 @@ def test_an_interrupt_exits_130_and_the_job_goes_on(
     tmp_path: Path, engines: _Engines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Interrupted(EchoEngine):
-        def run_rows(self, rows: Any) -> Iterator[Any]:
-            yield next(super().run_rows(rows))
+        def run_rows(self, rows: Any, **options: Any) -> Iterator[Any]:
+            yield next(super().run_rows(rows, **options))
             raise KeyboardInterrupt
 
     engines.engine = Interrupted()
@@ -191,7 +191,7 @@ def test_another_model_under_the_same_output_exits_2(
 
 def test_a_fault_of_ours_is_called_one(tmp_path: Path, engines: _Engines, capsys: pytest.CaptureFixture[str]) -> None:
     class Broken(EchoEngine):
-        def run_rows(self, rows: Any) -> Iterator[Any]:
+        def run_rows(self, rows: Any, **options: Any) -> Iterator[Any]:
             raise ZeroDivisionError("oh")
 
     engines.engine = Broken()

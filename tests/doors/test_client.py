@@ -64,7 +64,7 @@ class EchoJob:
         with self.lock:
             outputs = tuple(echo(request) for request in reversed(self.waiting))
             self.waiting.clear()
-        return OutputBatch(outputs=outputs)
+        return OutputBatch(outputs=outputs, num_generated=2 * len(outputs))
 
     def close(self) -> None:
         self.is_closed = True
@@ -151,6 +151,13 @@ class TestRun:
             assert result.output.seed == 5
         assert job.most_in_flight <= 8
         assert job.is_closed
+
+    def test_tokens_are_told_of_as_they_come(self, maker: RequestMaker) -> None:
+        client, told = EchoClient(), list[int]()
+        runner = Run(client, maker, rows_of(50), max_in_flight=8, on_tokens=told.append)  # type: ignore[arg-type]
+        assert len(list(runner.results())) == 50
+        assert sum(told) == 100
+        assert 0 not in told
 
     def test_rows_are_pulled_lazily_and_a_slow_caller_holds_them_back(self, maker: RequestMaker) -> None:
         pulled = 0

@@ -25,6 +25,19 @@ def test_plain_lines_without_a_terminal() -> None:
     assert "/10 (1 failed), prompt 0 tokens/s, generated 0 tokens/s" in last
 
 
+def test_tokens_of_rows_that_are_not_finished_count_in_the_rate() -> None:
+    stream = io.StringIO()
+    progress = JobProgress(num_rows=10, ready_at=0.0)
+    with ProgressDisplay(progress, stream=stream, line_seconds=0.01):
+        deadline = time.monotonic() + 10
+        while stream.getvalue().count("\n") < 3 and time.monotonic() < deadline:
+            progress.num_new_tokens += 1_000_000
+            time.sleep(0.005)
+    last = stream.getvalue().splitlines()[-1]
+    assert last.startswith("rows 0/10")
+    assert "generated 0 tokens/s" not in last
+
+
 def test_a_bar_on_a_terminal() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -35,6 +35,7 @@ def test_one_too_long_prompt_costs_only_its_own_row(tmp_path: Path) -> None:
     assert _errors(lines)[17]["code"] == "context_length_exceeded"
     assert _texts(lines) == {f"r{i}": f"p{i}"[::-1] for i in range(1, 51) if i != 17}
     assert (progress.num_rows, progress.num_answered, progress.num_failed) == (50, 49, 1)
+    assert progress.num_new_tokens == progress.num_generated_tokens > 0
 
 
 def test_prompt_lengths_around_the_limit(tmp_path: Path) -> None:
@@ -219,8 +220,8 @@ def test_an_engine_failure_keeps_what_was_finished(tmp_path: Path) -> None:
     source, target = write_rows(tmp_path / "in", [row(f"r{i}", f"p{i}") for i in range(9)]), tmp_path / "out"
 
     class Dying(EchoEngine):
-        def run_rows(self, rows: Any) -> Any:
-            for number, result in enumerate(super().run_rows(rows)):
+        def run_rows(self, rows: Any, **options: Any) -> Any:
+            for number, result in enumerate(super().run_rows(rows, **options)):
                 if number == 4:
                     raise ClusterError("decode rank 2 died")
                 yield result
@@ -239,7 +240,7 @@ def test_long_lists_of_rows_are_cut(tmp_path: Path) -> None:
     """P60: a user needs some ids, not a thousand."""
 
     class Dead(EchoEngine):
-        def run_rows(self, rows: Any) -> Any:
+        def run_rows(self, rows: Any, **options: Any) -> Any:
             list(rows)
             raise ClusterError("gone")
             yield
@@ -254,8 +255,8 @@ def test_long_lists_of_rows_are_cut(tmp_path: Path) -> None:
 
 def test_rows_are_pulled_only_as_the_engine_takes_them(tmp_path: Path) -> None:
     class Counting(EchoEngine):
-        def run_rows(self, rows: Any) -> Any:
-            for num_answered, result in enumerate(super().run_rows(rows)):
+        def run_rows(self, rows: Any, **options: Any) -> Any:
+            for num_answered, result in enumerate(super().run_rows(rows, **options)):
                 assert len(self.rows) <= num_answered + MAX_OPEN
                 yield result
 
@@ -284,8 +285,8 @@ def test_urls_are_spooled_and_uploaded_at_the_end(tmp_path: Path) -> None:
     spool = {"spool_directory": tmp_path}
 
     class Dying(EchoEngine):
-        def run_rows(self, rows: Any) -> Any:
-            yield from [next(super().run_rows(rows))]
+        def run_rows(self, rows: Any, **options: Any) -> Any:
+            yield from [next(super().run_rows(rows, **options))]
             assert not store.exists("/batch/out.jsonl")
             raise ClusterError("gone")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -156,8 +156,8 @@ class _MemoryWatch:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def run_rows(self, rows: Iterator[Row]) -> Iterator[RowResult]:
-        for number, result in enumerate(self._engine.run_rows(rows)):
+    def run_rows(self, rows: Iterator[Row], *, on_tokens: Callable[[int], None]) -> Iterator[RowResult]:
+        for number, result in enumerate(self._engine.run_rows(rows, on_tokens=on_tokens)):
             if number % self._every == 0:
                 for name, process in self._processes.items():
                     self.sizes[name].append(process.memory_info().rss)

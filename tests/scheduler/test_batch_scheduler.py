@@ -493,6 +493,18 @@ def test_logprobs_and_prompt_logprobs_reach_the_right_sample() -> None:
     assert second.prompt_logprobs is None
 
 
+def test_tokens_of_answers_that_go_on_are_counted_for_their_job() -> None:
+    driver = Cluster(1, 1).driver
+    driver.submit("job", make_request(1))
+    driver.submit("other", make_request(1))
+    driver.next_batches()
+    driver.on_prefill_result(0, prefilled(0, [4]))
+    driver.next_batches()
+    driver.on_decode_result(0, decoded([(0, [6, 7], FinishCode.NONE)]))
+    assert driver.take_outputs("job") == ()
+    assert [driver.take_num_generated(job) for job in ("job", "job", "other", "none")] == [3, 0, 0, 0]
+
+
 def test_too_many_logprob_bytes_fail_the_request() -> None:
     driver = Cluster(1, 1, max_logprob_bytes=30).driver
     driver.submit("job", make_request(1, sampling=SamplingParams(max_tokens=9, seq_seed=1, logprobs=0)))
