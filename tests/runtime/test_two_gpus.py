@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from support.rank_engines import answer_rounds
 from support.tiny_ranks import tiny_requests
 
 from deepinfer.config import load_config, resolve
+from deepinfer.log import set_up_logging
 from deepinfer.metrics import MemoryRecorder
 from deepinfer.protocol import Request
 from deepinfer.runtime.build import build_rank_engine
@@ -20,6 +22,7 @@ from deepinfer.runtime.rank_engine import RankEngine
 pytestmark = pytest.mark.multi_gpu
 
 WAIT_SECONDS = 240  # for a rank that still compiles
+STALL_SECONDS = 45  # after which a rank says where it stands, again and again (`pytest -s` shows it)
 SETTINGS = (
     "model.max_model_len=512",
     "cache.block_size=64",
@@ -56,8 +59,11 @@ def _build(role: str, directory: Path, tables: str, place: RankPlace) -> RankEng
 def _answer_share(place: RankPlace, argument: tuple[Path, str, list[list[Request]]]) -> dict[str, Any]:
     """Prefill and decode this rank's requests."""
     directory, tables, shares = argument
+    set_up_logging("info", process=f"rank {place.rank} of {place.num_ranks}")
+    faulthandler.dump_traceback_later(STALL_SECONDS, repeat=True)
     prefill, decode = (_build(role, directory, tables, place) for role in ("prefill", "decode"))
     answers = answer_rounds(place, prefill, decode, [shares[place.rank]])
+    faulthandler.cancel_dump_traceback_later()
     runner = decode._parts.runner
     dispatcher = type(runner._around.dispatcher).__name__
     return {"answers": answers, "dispatcher": dispatcher, "is_recorded": runner._graphs is not None}
