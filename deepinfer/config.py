@@ -73,6 +73,7 @@ class RayConfig(_Section, frozen=True, kw_only=True):
 class PrefillConfig(_Section, frozen=True, kw_only=True):
     """The prefill group. `ranks` None: 2 on CPU, 1 on a single GPU. `max_running`: prompts in work on one rank.
 
+    `max_tokens_per_step` None: 2,048 on a CPU; 8,192 on a GPU, which reads the weights of all experts in every step.
     `ngram_tables` host: the checkpoint's files, mapped, one copy in the memory of a node for all its ranks. sharded:
     spread over the devices of the group's ranks.
     """
@@ -81,8 +82,14 @@ class PrefillConfig(_Section, frozen=True, kw_only=True):
     ranks_per_node: int | None = None
     attention: Literal["dp", "cp"] = "dp"
     max_running: int = 16
-    max_tokens_per_step: int = 2048
+    max_tokens_per_step: int | None = None
     ngram_tables: TablePlace = "host"
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_tokens_per_step` of a resolved config."""
+        assert self.max_tokens_per_step is not None, "the config must be resolved"
+        return self.max_tokens_per_step
 
 
 class DecodeConfig(_Section, frozen=True, kw_only=True):
@@ -304,12 +311,15 @@ def resolve(config: ClusterConfig, *, accelerator: str) -> ClusterConfig:
     """Return `config` with every automatic choice made for a machine whose best accelerator is `accelerator`."""
     chosen: Accelerator = accelerator if config.accelerator == "auto" else config.accelerator  # type: ignore[assignment]
     ranks = {"cpu": (2, 4)}.get(chosen, (1, 1))
+    step_tokens = config.prefill.max_tokens_per_step or (2048 if chosen == "cpu" else 8192)
     shares_device = chosen != "cpu" and config.prefill.ranks is None and config.decode.ranks is None
     return msgspec.structs.replace(
         config,
         accelerator=chosen,
         ranks_per_device=config.ranks_per_device or (2 if shares_device else 1),
-        prefill=msgspec.structs.replace(config.prefill, ranks=config.prefill.ranks or ranks[0]),
+        prefill=msgspec.structs.replace(
+            config.prefill, ranks=config.prefill.ranks or ranks[0], max_tokens_per_step=step_tokens
+        ),
         decode=msgspec.structs.replace(config.decode, ranks=config.decode.ranks or ranks[1]),
         cache_dir=str(Path(config.cache_dir).expanduser()),
     )

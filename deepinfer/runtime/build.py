@@ -207,7 +207,7 @@ class _Builder:
             return 0
         blocks = {group.name: 2 for group in loaded.kv_groups if group.kind == "paged"}
         runner = self.runner(loaded, CacheSize(blocks, self.max_running + 1, 0), None)
-        num_sequences, num_rows, num_logits = self.max_running, self.config.prefill.max_tokens_per_step, None
+        num_sequences, num_rows, num_logits = self.max_running, self.config.prefill.step_tokens, None
         if self.role == "prefill":
             num_logits = num_sequences
         else:
@@ -274,7 +274,7 @@ class _Builder:
     def _max_step_rows(self, loaded: _Loaded, size: CacheSize) -> int:
         """Most rows of a step, or of a draft pass, which has a whole block of drafts and their anchor at the most."""
         if self.role == "prefill":
-            return self.config.prefill.max_tokens_per_step
+            return self.config.prefill.step_tokens
         return size.num_slots * (1 + loaded.spec.draft_block_size)
 
     def _num_decode_drafts(self, loaded: _Loaded) -> int:
@@ -312,7 +312,7 @@ class _Builder:
             role=self.role,
             cache=CacheManager(loaded.kv_groups, num_blocks=size.num_blocks, num_slots=size.num_slots),
             max_running=self.max_running,
-            max_tokens_per_step=self.config.prefill.max_tokens_per_step,
+            max_tokens_per_step=self.config.prefill.step_tokens,
             max_model_len=loaded.max_model_len,
             make_stop_checker=partial(
                 make_stop_checker,

@@ -51,7 +51,7 @@ def most_exchanged_rows(config: ClusterConfig, role: Role, *, draft_block_size: 
     That one has a whole block of drafts for each sequence, and its anchor; `draft_block_size` 0: there is none.
     """
     if role == "prefill":
-        return config.prefill.max_tokens_per_step
+        return config.prefill.step_tokens
     return (config.decode.max_running + 1) * (1 + draft_block_size)
 
 

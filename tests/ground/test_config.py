@@ -163,6 +163,9 @@ def test_resolve_fills_what_depends_on_the_machine() -> None:
     assert (cpu.accelerator, cpu.prefill.ranks, cpu.decode.ranks) == ("cpu", 2, 4)
     gpu = resolve(ClusterConfig(), accelerator="nvidia")
     assert (gpu.accelerator, gpu.prefill.ranks, gpu.decode.ranks) == ("nvidia", 1, 1)
+    assert (cpu.prefill.step_tokens, gpu.prefill.step_tokens) == (2048, 8192)
+    chosen = load_config(settings=["prefill.max_tokens_per_step=300"], environ={}).config
+    assert resolve(chosen, accelerator="nvidia").prefill.step_tokens == 300
     assert None not in (config_fields(cpu)["prefill.ranks"], config_fields(cpu)["decode.ranks"])
     assert resolve(cpu, accelerator="nvidia") == cpu
     assert resolve(gpu, accelerator="nvidia") == gpu

@@ -103,7 +103,7 @@ def run_bench(case: BenchCase, config: ClusterConfig, spec: ModelSpec, tokenizer
     engine = _build(case, config, spec, tokenizer, log, note)
     note("ready")
     build_seconds = time.perf_counter() - begin
-    steps_each = 1 if case.role == "decode" else -(-case.num_tokens // config.prefill.max_tokens_per_step)
+    steps_each = 1 if case.role == "decode" else -(-case.num_tokens // config.prefill.step_tokens)
     kernels = None
     with EngineThread(engine) as thread:
         _post(case, spec.vocab_size, engine)
@@ -139,7 +139,7 @@ def bench_config(config: ClusterConfig, case: BenchCase, *, max_drafts: int) -> 
         prefill=replace(
             config.prefill,
             max_running=_SLACK_PROMPTS,
-            max_tokens_per_step=min(config.prefill.max_tokens_per_step, case.num_tokens),
+            max_tokens_per_step=min(config.prefill.step_tokens, case.num_tokens),
         ),
         decode=replace(config.decode, max_running=case.num_requests),
         speculative=replace(config.speculative, max_draft_tokens=max_drafts),
