@@ -45,6 +45,7 @@ _WIDTH = 130  # of lines that go into a file
 _CONTEXT, _SCHEDULER_STEPS = 8192, 100
 _TABLE_SHARES = 64  # fewer would not fit beside the rest; a table's size does not change what a look-up costs
 _DECODE_RANKS, _PREFILL_RANKS = 64, 4  # where no cluster file says how many
+_STEP_TOKENS = 16_384  # likewise
 
 Ranks = Annotated[
     int | None,
@@ -117,9 +118,12 @@ def prefill(
     settings: Settings = None,
     verbose: Verbose = False,
 ) -> None:
-    """Time prompts on one prefill rank, one after another, in the chunks of prefill.max_tokens_per_step.
+    """Time prompts on one prefill rank, one after another.
 
-    Example: deepinfer bench prefill --tokens 65536 --set prefill.max_tokens_per_step=16384
+    A step takes up to 16,384 tokens of a prompt, or prefill.max_tokens_per_step where --set or a cluster file says it;
+    a cluster file that does not has the default of a job.
+
+    Example: deepinfer bench prefill --tokens 65536 --set prefill.max_tokens_per_step=8192
     """
     config = _config(cluster, settings, model, verbose=verbose)
     num_ranks = ranks or (config.prefill.ranks if cluster else None) or _PREFILL_RANKS
@@ -175,7 +179,11 @@ def offline(
 
 
 def _config(cluster: Path | None, settings: list[str] | None, model: str | None, *, verbose: bool) -> ClusterConfig:
-    config = resolve(load_options(cluster, settings=settings, model=model).config, accelerator=detect_accelerator())
+    config = load_options(cluster, settings=settings, model=model).config
+    if cluster is None and config.prefill.max_tokens_per_step is None:
+        replace = msgspec.structs.replace
+        config = replace(config, prefill=replace(config.prefill, max_tokens_per_step=_STEP_TOKENS))
+    config = resolve(config, accelerator=detect_accelerator())
     set_up_logging(log_level(config, verbose=verbose))
     return config
 
@@ -203,7 +211,7 @@ def _run(
     spec = cast("ModelSpec", RandomSpec(model))
     _check_group(case, spec)
     times = run_bench(case, config, spec, _tokenizer(model))
-    report = Report(case, model.num_layers, tokens, times, step_costs(model, shape))
+    report = Report(case, model.num_layers, tokens, times, step_costs(model, shape), config.prefill.step_tokens)
     print_report(report, _console())
     if json_file is not None:
         content = report_json(report) | {"config": msgspec.to_builtins(config), "model": msgspec.to_builtins(model)}

@@ -22,13 +22,16 @@ _MAX_NAME = 90
 
 @dataclass(slots=True, frozen=True)
 class Report:
-    """`tokens`: what a pass is worth; `costs`: what it needs at the least."""
+    """`tokens`: what a pass is worth; `costs`: what it needs at the least. `step_tokens`: most tokens of a prompt that
+    run in one step.
+    """
 
     case: BenchCase
     num_layers: int
     tokens: float
     times: BenchTimes
     costs: list[OpCost]
+    step_tokens: int
 
     @property
     def seconds(self) -> float:
@@ -103,6 +106,8 @@ def _summary(report: Report) -> Table:
     unit = "step" if case.role == "decode" else "prompt"
     table.add_row("sequences" if case.role == "decode" else "prompts at once", f"{case.num_requests}")
     table.add_row("tokens of each", f"{case.num_tokens:,}")
+    if case.role == "prefill":
+        table.add_row("steps a prompt", f"{times.steps_per_pass}, of {report.step_tokens:,} tokens at the most")
     table.add_row(f"ms a {unit}, median", f"{1e3 * report.seconds:.2f}")
     table.add_row("   p10, p90", f"{1e3 * spread['p10']:.2f}, {1e3 * spread['p90']:.2f} of {case.num_steps}")
     table.add_row("   between device events", f"{1e3 * statistics.median(times.device_seconds):.2f}")

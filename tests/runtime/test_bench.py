@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deepinfer.cli import bench
 from deepinfer.cli.main import run_command
 from deepinfer.errors import RequestError
 from deepinfer.models.deepseek_v41.model import DeepseekV41
@@ -51,11 +52,29 @@ def test_decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.
     assert "Left out: the exchange between ranks" in printed
 
 
-def test_prefill_counts_the_steps_of_a_prompt_as_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_prefill_counts_the_steps_of_a_prompt_as_one_and_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--tokens", "48", "--steps", "2", "--set", "prefill.max_tokens_per_step=24"]
     found = _run(monkeypatch, tmp_path, "prefill", *options)
     assert len(found["period_seconds"]) == 2
     assert found["tokens_per_second"] == pytest.approx(48 / found["seconds"]["median"])
+    assert found["steps_per_pass"] == 2
+    assert "2, of 24 tokens at the most" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("file", "expected"), [(None, 16384), ("prefill: {max_running: 3}", 2048)])
+def test_prompts_run_in_one_step_unless_a_file_or_a_setting_says_otherwise(
+    file: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file stands for a job, which has its default."""
+    monkeypatch.setenv("DEEPINFER_ACCELERATOR", "cpu")
+    cluster = None if file is None else tmp_path / "cluster.yaml"
+    if cluster is not None:
+        cluster.write_text(str(file))
+    for settings, wanted in ((None, expected), (["prefill.max_tokens_per_step=100"], 100)):
+        config = bench._config(cluster, settings, "tiny", verbose=False)
+        assert config.prefill.step_tokens == wanted
 
 
 def test_scheduling(capsys: pytest.CaptureFixture[str]) -> None:

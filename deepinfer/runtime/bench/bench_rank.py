@@ -72,6 +72,7 @@ class BenchTimes:
     period_seconds: tuple[float, ...]
     device_seconds: tuple[float, ...]
     tokens_per_pass: float
+    steps_per_pass: int
     build_seconds: float
     memory: Memory
     kernels: KernelTimes | None
@@ -117,6 +118,7 @@ def run_bench(case: BenchCase, config: ClusterConfig, spec: ModelSpec, tokenizer
         period_seconds=tuple(end - start for start, end in itertools.pairwise(ends)),
         device_seconds=tuple(sum(step.device_seconds for step in steps) for steps in passes[1:]),
         tokens_per_pass=_tokens_per_pass(case, log),
+        steps_per_pass=steps_each,
         build_seconds=build_seconds,
         memory=Memory(held["allocating caches"], held["ready"], _most(platform.device), memory.total_bytes),
         kernels=kernels,
