@@ -40,6 +40,7 @@ _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
         "deepinfer.kernels.nvidia.latent_records",
         "deepinfer.kernels.nvidia.moe",
         "deepinfer.kernels.nvidia.norm",
+        "deepinfer.kernels.nvidia.routing",
         "deepinfer.kernels.nvidia.sampling",
     ),
     "cublas": ("deepinfer.kernels.nvidia.cublas",),

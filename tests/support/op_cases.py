@@ -261,10 +261,12 @@ def check_routing(bench: Bench) -> None:
 def check_unusable_rows(bench: Bench) -> None:
     """NaN logits still give distinct expert ids in range: what follows must not read outside the weights."""
     logits = torch.full((2, bench.sizes.experts), torch.nan, device=bench.device)
+    logits[1, 3], logits[1, -2] = 2.0, -torch.inf
     nobody = torch.zeros(2, dtype=torch.bool, device=bench.device)
-    ids, _ = bench.kernels.route_tokens(logits, logits[0] * 0, nobody, num_chosen=bench.sizes.chosen, scale=1.0)
+    ids, weights = bench.kernels.route_tokens(logits, logits[0] * 0, nobody, num_chosen=bench.sizes.chosen, scale=1.0)
     assert (ids.diff(dim=1) > 0).all()
     assert ((ids >= 0) & (ids < bench.sizes.experts)).all()
+    assert weights.isnan().any(1).all()
 
 
 def fp8_matrix(bench: Bench, rows: int, columns: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Routing, SwiGLU and the sum of experts in Triton."""
+"""SwiGLU and the sum of experts in Triton."""
 
 from __future__ import annotations
 
@@ -11,50 +11,6 @@ from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
 from deepinfer.kernels.ops import ExpertRows, Numerics
-
-
-@triton.jit
-def _softplus(x):
-    """log(1 + exp(x)), accurate where the exponential is far below 1; x itself above 20."""
-    small = tl.exp(-tl.abs(x))
-    one = 1.0 + small
-    # log1p without its function: the quotient undoes the rounding of 1 + small
-    shifted = tl.where(one == 1.0, small, tl.log(one) * tl.div_rn(small, tl.where(one == 1.0, 1.0, one - 1.0)))
-    return tl.where(x > 20.0, x, tl.maximum(x, 0.0) + shifted)
-
-
-@triton.jit
-def _route_kernel(
-    logits_ptr,
-    bias_ptr,
-    padding_ptr,
-    ids_ptr,
-    weights_ptr,
-    scale,
-    EXPERTS: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    experts = tl.arange(0, BLOCK)
-    inside = experts < EXPERTS
-    logits = tl.load(logits_ptr + row * EXPERTS + experts, mask=inside, other=0.0)
-    scores = tl.sqrt_rn(_softplus(logits))
-    biased = scores + tl.load(bias_ptr + experts, mask=inside, other=0.0)
-    left = tl.where(inside & (biased == biased), biased, float("-inf"))  # unusable rows still get ids in range
-    chosen = tl.zeros((BLOCK,), tl.int32)
-    total = 0.0
-    for _ in tl.static_range(CHOSEN):
-        best = tl.max(tl.where(chosen == 0, left, float("-inf")), 0)
-        expert = tl.min(tl.where((left == best) & (chosen == 0) & inside, experts, BLOCK), 0)
-        chosen = tl.where(experts == expert, 1, chosen)
-        total += tl.sum(tl.where(experts == expert, scores, 0.0), 0)
-    place = tl.cumsum(chosen, 0) - 1
-    taken = (chosen == 1) & (place < CHOSEN)
-    weight = tl.div_rn(scores, tl.full((BLOCK,), 1e-20, tl.float32) + total) * scale
-    padding = tl.load(padding_ptr + row).to(tl.int32)
-    tl.store(ids_ptr + row * CHOSEN + place, tl.where(padding != 0, -1, experts).to(tl.int64), mask=taken)
-    tl.store(weights_ptr + row * CHOSEN + place, weight, mask=taken)
 
 
 @triton.jit
@@ -101,32 +57,6 @@ def _combine_kernel(
         total += tl.load(values_ptr + place * WIDTH + columns, mask=known, other=0.0).to(tl.float32)
     total += tl.load(shared_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * WIDTH + columns, total, mask=inside)
-
-
-@dataclass(slots=True, frozen=True)
-class RouteTokens:
-    """`ops.RouteTokens`; the sum of the chosen scores runs from the best expert down."""
-
-    def __call__(
-        self, logits: Tensor, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        num_rows, num_experts = logits.shape
-        ids = torch.empty(num_rows, num_chosen, dtype=torch.int64, device=logits.device)
-        weights = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=logits.device)
-        if num_rows:
-            _route_kernel[(num_rows,)](
-                logits.contiguous(),
-                bias,
-                is_padding.contiguous().view(torch.uint8),
-                ids,
-                weights,
-                scale,
-                EXPERTS=num_experts,
-                CHOSEN=num_chosen,
-                BLOCK=triton.next_power_of_2(num_experts),
-                num_warps=1,
-            )
-        return ids, weights
 
 
 @dataclass(slots=True, frozen=True)
@@ -179,7 +109,4 @@ class CombineExperts:
         return out
 
 
-IMPLEMENTATIONS = (
-    triton_kernel("route_tokens", lambda _: RouteTokens()),
-    triton_kernel("combine_experts", CombineExperts),
-)
+IMPLEMENTATIONS = (triton_kernel("combine_experts", CombineExperts),)
