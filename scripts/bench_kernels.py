@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.ops import CandidateRule, ExpertRows, ExpertSum, PagedRows
+from deepinfer.kernels.ops import Activations, CandidateRule, ExpertRows, ExpertSum, PagedRows
 from deepinfer.kernels.registry import KernelSet, load_backend, select_kernels
 from deepinfer.platforms.platform import load_platform
 
@@ -189,6 +189,8 @@ def stream_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
     y = ExpertSum(ExpertRows(normal(rows * CHOSEN, HIDDEN), places), x)
     summing = lambda: kernels.advance_streams(streams, y, pre, mix, pre, weight, epsilon=1e-20)  # noqa: E731
     yield Case("advance_streams with a sum of experts", summing, 5 * streams.numel() + 2 * CHOSEN * x.numel())
+    casting = lambda: kernels.advance_streams(streams, y, pre, mix, pre, weight, epsilon=1e-20, with_cast=True)  # noqa: E731
+    yield Case("advance_streams with a sum and a cast", casting, 5 * streams.numel() + (2 * CHOSEN + 1) * x.numel())
 
 
 def cache_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
@@ -229,10 +231,11 @@ def kept_row_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
     prepared = kernels.expert_mlp.prepare(*released_experts(PREFILL_EXPERTS), few_rows=True)
     expert_ids = torch.arange(rows * CHOSEN, device="cuda").view(rows, CHOSEN) % PREFILL_EXPERTS
     x, factor = normal(rows, HIDDEN), normal(rows, CHOSEN, dtype=torch.float32)
+    packed = kernels.expert_mlp.pack(Activations(x), prepared)
     size = 3 * EXPERT_WIDTH * HIDDEN
     yield Case(
         f"expert_mlp {rows} kept rows to {PREFILL_EXPERTS}",
-        lambda: kernels.expert_mlp(x, expert_ids, factor, prepared, limit=10.0),
+        lambda: kernels.expert_mlp(packed, expert_ids, factor, prepared, limit=10.0),
         PREFILL_EXPERTS * size * (1 / 2 + 1 / 32),
         2.0 * rows * CHOSEN * size,
     )
@@ -250,10 +253,11 @@ def expert_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
     prepared = kernels.expert_mlp.prepare(*released_experts(LOCAL_EXPERTS))
     expert_ids = torch.arange(LOCAL_EXPERTS * rows, device="cuda").unsqueeze(1) % LOCAL_EXPERTS
     x, factor = normal(LOCAL_EXPERTS * rows, HIDDEN), normal(LOCAL_EXPERTS * rows, 1, dtype=torch.float32)
+    packed = kernels.expert_mlp.pack(Activations(x), prepared)
     size = 3 * EXPERT_WIDTH * HIDDEN
     yield Case(
         f"expert_mlp {LOCAL_EXPERTS} x {rows} rows",
-        lambda: kernels.expert_mlp(x, expert_ids, factor, prepared, limit=10.0),
+        lambda: kernels.expert_mlp(packed, expert_ids, factor, prepared, limit=10.0),
         LOCAL_EXPERTS * size / 2 + 4 * x.numel(),
         2.0 * LOCAL_EXPERTS * rows * size,
         "fp8",

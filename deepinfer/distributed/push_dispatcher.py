@@ -44,10 +44,8 @@ class PushLink:
         self.role, self.rank, self.num_ranks = role, rank, len(memory.peers)
         self.memory = memory
         self.timeout_seconds = timeout_seconds
-        self.regions = {
-            (region.shape.columns, region.shape.row_bytes): region for region in lay_out(shapes, self.num_ranks)
-        }
-        for region in self.regions.values():
+        self._regions = lay_out(shapes, self.num_ranks)
+        for region in self._regions:
             memory.own[region.ids : region.weights].fill_(255)  # -1: nothing has arrived
         self._flags = memory.own[: self.num_ranks * FLAG_BYTES].view(torch.int64)
         self._state = torch.zeros(2, dtype=torch.int64, device=device)
@@ -58,6 +56,13 @@ class PushLink:
     def is_active(self) -> bool:
         """Whether what is launched now is part of an exchange, now or when the graph that records it is replayed."""
         return not self._is_rehearsal or (self._flags.is_cuda and torch.cuda.is_current_stream_capturing())
+
+    def region_for(self, columns: int, row_bytes: int) -> Region:
+        """Return the smallest buffers that such rows fit into."""
+        same_columns = [region for region in self._regions if region.shape.columns == columns]
+        fitting = [region for region in same_columns if region.shape.row_bytes >= row_bytes]
+        assert fitting, f"no buffers for rows of {row_bytes} bytes and {columns} columns"
+        return min(fitting, key=lambda region: region.shape.row_bytes)
 
     def meet(self) -> None:
         """Wait, on the device, until all ranks have got this far."""
@@ -121,8 +126,7 @@ class PushDispatcher:
         """Push each row to the ranks of its experts."""
         link, columns = self._link, expert_ids.shape[1]
         row_bytes = rows.shape[1] * rows.element_size()
-        region = link.regions.get((columns, row_bytes))
-        assert region is not None, f"no buffers for rows of {row_bytes} bytes and {columns} columns"
+        region = link.region_for(columns, row_bytes)
         assert len(rows) <= region.shape.max_rows, f"{len(rows)} rows, but room for {region.shape.max_rows}"
         push_rows(
             rows,

@@ -14,7 +14,7 @@ from deepinfer.kernels.ops import ExpertRows
 class Dispatched:
     """Rows that arrived at this rank, those of one expert in the order (source rank, source row, source column).
 
-    `rows` [R, D] as sent; `expert_ids` [R, C] int64: the local experts of its copies, -1 = none; `weights` [R, C]
+    `rows` [R, ...] as sent; `expert_ids` [R, C] int64: the local experts of its copies, -1 = none; `weights` [R, C]
     float32. `handle` belongs to the dispatcher and goes back to `combine`.
     """
 
@@ -26,7 +26,8 @@ class Dispatched:
 
 @dataclass(slots=True, frozen=True)
 class ExchangeShape:
-    """An exchange that buffers are made for: at most `max_rows` rows a rank, of `row_bytes`, each to `columns` experts.
+    """An exchange that buffers are made for: at most `max_rows` rows a rank, of at most `row_bytes`, each to `columns`
+    experts.
 
     An expert's answer to a copy has `answer_bytes`. Both are whole words of 4 bytes.
     """
@@ -51,7 +52,7 @@ class TokenDispatcher(Protocol):
     capturable: bool
 
     def dispatch(self, rows: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
-        """Send `rows` [T, D] to the experts `expert_ids` [T, K] int64 with `weights` [T, K] float32.
+        """Send `rows` [T, ...] of any dtype to the experts `expert_ids` [T, K] int64 with `weights` [T, K] float32.
 
         An id of -1 sends nothing (padding rows). T may differ between ranks and may be 0.
         """

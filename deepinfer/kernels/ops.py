@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -116,6 +116,26 @@ class ExpertSum:
     shared: Tensor
 
 
+@dataclass(slots=True, frozen=True)
+class CastRows:
+    """Rows [T, D] in FP8, E4M3 with a power-of-two scale for each 128 columns: for products here, and to be sent.
+
+    `packed` uint8 [T, B]: D codes, then D / 128 scales as E8M0 bytes; the rest of a row may hold anything. `scales`
+    float32 [T, D / 128] are the same scales, column by column in memory, as products read them.
+    """
+
+    packed: Tensor
+    scales: Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Activations:
+    """What a sublayer reads: `values` [T, D] in the model dtype, and the same after the FP8 cast, if it was made."""
+
+    values: Tensor
+    cast: CastRows | None = None
+
+
 class RecordFormats(Protocol):
     """Record formats of the device. `kind` window, main or index; `width` values per row, a multiple of 32."""
 
@@ -157,11 +177,14 @@ class QuantizedLinear(Protocol):
     `after_norm` multiplies `RMSNorm(x, norm)`, rows of x may lie apart. `after_swiglu` multiplies the SwiGLU of gates
     and ups side by side, `both` [T, 2 K]: silu(min(gate, limit)) * clamp(up, -limit, limit) in float32. Both round to
     the model dtype in between.
+    `reads_casts`: it multiplies `CastRows`. Then `cast` may be those of x, which are the ones that it would make.
     """
+
+    reads_casts: ClassVar[bool]
 
     def prepare(self, weight: Tensor, scale: Tensor) -> Any: ...
 
-    def __call__(self, x: Tensor, weight: Any) -> Tensor: ...
+    def __call__(self, x: Tensor, weight: Any, *, cast: CastRows | None = None) -> Tensor: ...
 
     def after_norm(self, x: Tensor, norm: Tensor, weight: Any, *, epsilon: float) -> Tensor: ...
 
@@ -233,7 +256,8 @@ class AdvanceStreams(Protocol):
     """From one sublayer to the next: `UpdateStreams`, `CollapseStreams` by `pre`, `RMSNorm` by `weight` [D].
 
     `y` may be a sum of experts that is still to be formed. Returns the new streams [T, M, D] and what the next sublayer
-    reads [T, D]. Rounds where the single ops do.
+    reads [T, D]. Rounds where the single ops do. `with_cast`: the FP8 cast of the latter is wanted, too; an
+    implementation may leave it to the readers.
     """
 
     def __call__(
@@ -246,7 +270,8 @@ class AdvanceStreams(Protocol):
         weight: Tensor,
         *,
         epsilon: float,
-    ) -> tuple[Tensor, Tensor]: ...
+        with_cast: bool = False,
+    ) -> tuple[Tensor, Activations]: ...
 
 
 class EngramRows(Protocol):
@@ -385,8 +410,9 @@ class RouteTokens(Protocol):
 
 
 class ExpertMLP(Protocol):
-    """Routed experts: row r of `rows` [R, D] goes to the experts `expert_ids[r]` ([R, C] int64, -1: to none) with the
-    routing `weights` [R, C] float32.
+    """Routed experts: row r of `rows` [R, ...] goes to the experts `expert_ids[r]` ([R, C] int64, -1: to none) with
+    the routing `weights` [R, C] float32. Rows are as `pack` made them for these experts, perhaps on another rank: the
+    activations themselves, or their cast. How they look depends on shapes and on `few_rows`, not on weights.
 
     FP4 weights as released: `gate`, `up` uint8 [E, I, D/2], `down` uint8 [E, D, I/2] (low nibble = even column), scales
     E8M0 bytes per row and 32 columns; FP8 activations and SwiGLU as in `QuantizedLinear`. The weight multiplies
@@ -405,6 +431,8 @@ class ExpertMLP(Protocol):
         *,
         few_rows: bool = False,
     ) -> Any: ...
+
+    def pack(self, activations: Activations, experts: Any) -> Tensor: ...
 
     def __call__(
         self, rows: Tensor, expert_ids: Tensor, weights: Tensor, experts: Any, *, limit: float

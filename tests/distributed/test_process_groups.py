@@ -22,7 +22,7 @@ NUM_EXPERTS = 7
 
 def _rows_of(rank: int, num_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 + rank)
-    rows = torch.randn(num_rows, 6, generator=generator).to(dtype)
+    rows = (20 * torch.rand(num_rows, 6, generator=generator)).to(dtype)
     expert_ids = torch.randint(-1, NUM_EXPERTS, (num_rows, 3), generator=generator)
     return rows, expert_ids, torch.rand(num_rows, 3, generator=generator)
 
@@ -63,6 +63,7 @@ def _dispatch_cases(num_ranks: int) -> list[tuple[list[int], torch.dtype]]:
     return [
         (full, torch.float32),
         (full, torch.bfloat16),
+        (full, torch.uint8),
         ([0] * (num_ranks - 1) + [4], torch.bfloat16),
         ([1] + [0] * (num_ranks - 1), torch.float32),
         ([0] * num_ranks, torch.bfloat16),

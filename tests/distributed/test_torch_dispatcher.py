@@ -8,7 +8,7 @@ import torch
 from deepinfer.distributed.torch_dispatcher import _join, _split
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
 @pytest.mark.parametrize("num_rows", [0, 1, 2])
 def test_any_number_of_rows_arrives_whole(num_rows: int, dtype: torch.dtype) -> None:
     rows = torch.arange(num_rows * 3).view(num_rows, 3).to(dtype)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from support.expert_layout_case import check_expert_layout
 from support.flat_pool_case import check_flat_pool
 from support.fp4_tiles_case import check_fp4_tiles
-from support.op_cases import Bench, Check, close, same
+from support.op_cases import Bench, Check, close, fp4_experts, fp8_matrix, same
 from torch import Tensor
 
-from deepinfer.kernels.nvidia.casts import cast_fp8
+from deepinfer.kernels.nvidia.cast_rows import place_rows, unpack_rows
+from deepinfer.kernels.nvidia.casts import cast_fp8, cast_rows, codes_and_scales
 from deepinfer.kernels.nvidia.fp8_weights import dequantise, recast_fp4, round_to_fp8
 from deepinfer.kernels.nvidia.gemm import matmul
 from deepinfer.kernels.nvidia.select import block_maxima, select_largest
-from deepinfer.kernels.ops import CandidateRule, PagedRows, Selection
+from deepinfer.kernels.ops import Activations, CandidateRule, ExpertRows, ExpertSum, PagedRows, Selection
 from deepinfer.kernels.reference.index_select import choose_entries
 from deepinfer.kernels.reference.quantize import dequantize_fp4
 
@@ -46,7 +49,7 @@ def check_rough_weights(bench: Bench) -> None:
 
 
 def check_cast(bench: Bench) -> None:
-    """Codes and scales of 128 columns each, rounded to nearest even; rows from elsewhere, and none."""
+    """Codes and scales of 128 columns each, rounded to nearest even; the same packed, placed and unpacked."""
     values = bench.normal(5, 384, scale=3)
     values[1] *= 1e-6
     values[2, :128] = 0
@@ -55,9 +58,77 @@ def check_cast(bench: Bench) -> None:
     largest = groups.abs().amax(2).clamp_min(1e-4) / 448
     same(scales, torch.exp2(largest.log2().ceil()))
     same(codes.float(), (groups / scales.unsqueeze(2)).to(torch.float8_e4m3fn).float().flatten(1))
-    source = torch.tensor([4, -1, 0], dtype=torch.int32, device=bench.device)
-    moved, _ = cast_fp8(values, source, 3)
-    same(moved.float()[::2], codes.float()[[4, 0]])
+    cast = cast_rows(values)
+    assert cast.packed.shape == (5, 512)
+    for found, wanted in zip(codes_and_scales(cast), (codes, scales), strict=True):
+        same(found.float(), wanted.float())
+    same(unpack_rows(cast.packed, width=384).float().unflatten(1, (3, 128)) / scales.unsqueeze(2),
+         codes.float().unflatten(1, (3, 128)))  # fmt: skip
+    assert len(unpack_rows(cast.packed[:0], width=384)) == 0
+    source = bench.integers(-1, 5, 40).int()
+    source[:3] = torch.tensor([4, -1, 0])
+    known = source >= 0
+    for found, wanted in zip(place_rows(cast.packed, source, width=384), (codes, scales), strict=True):
+        same(found[known].float(), wanted[source[known].long()].float())
+
+
+def check_casts_ahead(bench: Bench) -> None:
+    """Casts of what a sublayer reads are those that its readers would make, and give their products the same bits."""
+    sizes, kernels = replace(bench.sizes, hidden=2176, expert_width=128), bench.kernels
+    bench = Bench(kernels, sizes, bench.device, seed=bench.seed)
+    num_rows, width = sizes.rows, sizes.hidden
+    streams, y = bench.wide(4 * num_rows, width).view(num_rows, 4, width), bench.normal(num_rows, width)
+    post, pre = (bench.normal(num_rows, 4, dtype=torch.float32) for _ in range(2))
+    mix, norm = bench.normal(num_rows, 4, 4, dtype=torch.float32), bench.normal(width)
+    rows = ExpertRows(bench.normal(3 * num_rows, width), bench.integers(-1, 3 * num_rows, num_rows, sizes.chosen))
+    for output in (y, ExpertSum(rows, y)):
+        results = [
+            kernels.advance_streams(streams, output, post, mix, pre, norm, epsilon=1e-6, with_cast=with_cast)
+            for with_cast in (True, False)
+        ]
+        (updated, hidden), (plain_updated, plain) = results
+        same(updated, plain_updated)
+        same(hidden.values, plain.values)
+        assert hidden.cast is not None
+        assert plain.cast is None
+        wanted = cast_rows(plain.values)
+        used = width + width // 128
+        same(hidden.cast.packed[:, :used], wanted.packed[:, :used])
+        same(hidden.cast.scales, wanted.scales)
+    linear, experts = kernels.quantized_linear, kernels.expert_mlp
+    weight = linear.prepare(*fp8_matrix(bench, 192, width))
+    same(linear(hidden.values, weight, cast=hidden.cast), linear(plain.values, weight))
+    ids, factor = bench.integers(-1, 2, num_rows, 2), bench.normal(num_rows, 2, dtype=torch.float32)
+    for few_rows in (False, True):
+        prepared = experts.prepare(*fp4_experts(bench, 2), few_rows=few_rows)
+        answers = []
+        for activations in (hidden, plain):
+            done = experts(experts.pack(activations, prepared), ids, factor, prepared, limit=10.0)
+            answers.append(done.values[done.places[ids >= 0].long()])
+        same(*answers)
+    narrow = kernels.advance_streams(
+        streams[..., :96].contiguous(), y[:, :96].contiguous(), post, mix, pre, norm[:96].contiguous(),
+        epsilon=1e-6, with_cast=True,
+    )  # fmt: skip
+    assert narrow[1].cast is None, "groups of 128 columns"
+
+
+def check_uneven_experts(bench: Bench) -> None:
+    """Experts whose scales lie too far apart for FP8: rows travel as those of the others do."""
+    sizes, own = replace(bench.sizes, expert_width=128), bench.kernels.expert_mlp
+    bench = Bench(bench.kernels, sizes, bench.device, seed=bench.seed)
+    weights = fp4_experts(bench, 2)
+    even = own.prepare(*weights)
+    weights[1][0, 5, 2] -= 30
+    uneven = own.prepare(*weights)
+    activations = Activations(bench.normal(sizes.rows, sizes.hidden))
+    packed = own.pack(activations, uneven)
+    same(packed, own.pack(activations, even))
+    ids, factor = bench.integers(0, 2, sizes.rows, 1), bench.normal(sizes.rows, 1, dtype=torch.float32)
+    found = own(packed, ids, factor, uneven, limit=10.0)
+    reference = bench.reference.expert_mlp
+    wanted = reference(activations.values, ids, factor, reference.prepare(*weights), limit=10.0)
+    close(*(part.values[part.places.flatten().long()] for part in (found, wanted)), 1.5e-2)
 
 
 def check_select(bench: Bench) -> None:
@@ -131,6 +202,8 @@ def check_matmul(bench: Bench) -> None:
 
 CHECKS: dict[str, Check] = {
     "cast": check_cast,
+    "casts_ahead": check_casts_ahead,
+    "uneven_experts": check_uneven_experts,
     "recast": check_recast,
     "matmul": check_matmul,
     "rough_weights": check_rough_weights,

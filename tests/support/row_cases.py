@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from support import step_cases
 from support.op_cases import Bench, fp4_experts, fp8_matrix
 from torch import Tensor
 
-from deepinfer.kernels.ops import CandidateRule, ExpertRows, ExpertSum, PagedRows
+from deepinfer.kernels.ops import Activations, CandidateRule, ExpertRows, ExpertSum, PagedRows
 
 NUM_ROWS = 256
 Run = Callable[[Tensor], list[Tensor]]  # row numbers [n] -> tensors [n, ...], entry i belongs to row i of the argument
@@ -144,7 +145,8 @@ def _advance_streams(bench: Bench) -> Run:
         rest = post[rows], mix[rows], pre[rows], weight
         outputs = y[rows], ExpertSum(ExpertRows(parts, places[rows]), y[rows])
         advance = bench.kernels.advance_streams
-        return [part for output in outputs for part in advance(streams[rows], output, *rest, epsilon=1e-6)]
+        results = [advance(streams[rows], output, *rest, epsilon=1e-6) for output in outputs]
+        return [part for updated, hidden in results for part in (updated, hidden.values)]
 
     return run
 
@@ -287,7 +289,8 @@ def _expert_mlp(bench: Bench) -> Run:
     experts = bench.kernels.expert_mlp.prepare(*fp4_experts(bench, num_experts))
 
     def run(rows: Tensor) -> list[Tensor]:
-        out = bench.kernels.expert_mlp(x[rows], expert[rows, None], factor[rows, None], experts, limit=10.0)
+        packed = bench.kernels.expert_mlp.pack(Activations(x[rows]), experts)
+        out = bench.kernels.expert_mlp(packed, expert[rows, None], factor[rows, None], experts, limit=10.0)
         return [out.values[out.places.flatten().long()]]
 
     return run
@@ -338,4 +341,5 @@ CASES: dict[str, Callable[[Bench], Run]] = {
     "expert_mlp": _expert_mlp,
     "combine_experts": _combine_experts,
     "gumbel_argmax": _gumbel_argmax,
+    **step_cases.CASES,
 }

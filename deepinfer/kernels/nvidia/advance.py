@@ -1,4 +1,4 @@
-"""From one sublayer to the next in one Triton kernel: sum of experts, update of the four streams, collapse, norm."""
+"""From one sublayer to the next in one Triton kernel: experts' sum, update of four streams, collapse, norm, cast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
-from deepinfer.kernels.ops import ExpertSum, Numerics
+from deepinfer.kernels.nvidia.casts import GROUP, new_cast_rows, store_cast
+from deepinfer.kernels.ops import Activations, ExpertSum, Numerics
 
 _BLOCK = 2048
 _NUM_WARPS = 8
@@ -33,13 +34,18 @@ def _advance_kernel(
     weight_ptr,
     out_ptr,
     hidden_ptr,
+    packed_ptr,
+    scale_ptr,
+    stride,
     epsilon,
     NUM_PLACES: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     """One row. With places, `values` there are added up, then `y`. The collapse waits in `hidden` for its mean square;
-    each thread reads back what it wrote itself.
+    each thread reads back what it wrote itself. PACKED: bytes of a cast row, 0: none is wanted.
     """
     row = tl.program_id(0).to(tl.int64)
     post0, post1, post2, post3 = _four(post_ptr + row * 4)
@@ -87,7 +93,12 @@ def _advance_kernel(
         place = hidden_ptr + row * WIDTH + columns
         collapsed = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, weight * (collapsed * inverse), mask=inside)
+        normed = (weight * (collapsed * inverse)).to(model_dtype)
+        tl.store(place, normed, mask=inside)
+        if PACKED > 0:
+            rows = row + tl.arange(0, 1)
+            x = tl.reshape(normed.to(tl.float32), (1, BLOCK))
+            store_cast(x, packed_ptr, scale_ptr, rows, rows >= 0, start, WIDTH, stride, 1, BLOCK, PLAIN, PACKED)
 
 
 @dataclass(slots=True, frozen=True)
@@ -106,11 +117,13 @@ class AdvanceStreams:
         weight: Tensor,
         *,
         epsilon: float,
-    ) -> tuple[Tensor, Tensor]:
+        with_cast: bool = False,
+    ) -> tuple[Tensor, Activations]:
         num_rows, num, width = streams.shape
         assert num == 4, f"written for 4 streams, not {num}"
         updated = torch.empty(streams.shape, dtype=self.numerics.dtype, device=streams.device)
         hidden = torch.empty(num_rows, width, dtype=self.numerics.dtype, device=streams.device)
+        cast = new_cast_rows(num_rows, width, streams.device) if with_cast and width % GROUP == 0 else None
         values, places, y = (y.rows.values, y.rows.places, y.shared) if isinstance(y, ExpertSum) else (y, None, y)
         if num_rows:
             _advance_kernel[(num_rows,)](
@@ -124,13 +137,18 @@ class AdvanceStreams:
                 weight,
                 updated,
                 hidden,
+                hidden if cast is None else cast.packed,
+                hidden if cast is None else cast.scales,
+                0 if cast is None else cast.scales.stride(1),
                 epsilon,
                 NUM_PLACES=0 if places is None else places.shape[1],
                 WIDTH=width,
                 BLOCK=min(_BLOCK, triton.next_power_of_2(width)),
+                PACKED=0 if cast is None else cast.packed.shape[1],
+                PLAIN=not streams.is_cuda,
                 num_warps=_NUM_WARPS,
             )
-        return updated, hidden
+        return updated, Activations(hidden, cast)
 
 
 IMPLEMENTATIONS = (triton_kernel("advance_streams", AdvanceStreams),)

@@ -15,9 +15,11 @@ from deepinfer.kernels.nvidia.number_formats import (
     group_maxima,
     spread,
 )
+from deepinfer.kernels.ops import CastRows
 
 _ROWS = 4
 _BLOCK = 512
+_LINE = 128  # bytes; a packed row is whole lines
 GROUP = 128  # columns per scale of cast activations and of re-blocked weights; rows per scale of the latter
 
 
@@ -53,8 +55,12 @@ def store_cast(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PLAIN: tl.constexpr = False,
+    PACKED: tl.constexpr = 0,
 ):
-    """Store x [ROWS, BLOCK] float32, columns `first` on, as codes [rows, WIDTH] and scales [WIDTH / 128, stride]."""
+    """Store x [ROWS, BLOCK] float32, columns `first` on, as codes [rows, WIDTH] and scales [WIDTH / 128, stride].
+
+    PACKED: bytes of a row of `CastRows.packed`, of which the codes are the beginning; 0: codes alone.
+    """
     columns = first + tl.arange(0, BLOCK)
     groups = first // 128 + tl.arange(0, BLOCK // 128)
     power = fp8_scale(group_maxima(x, ROWS, BLOCK // 128, 128))
@@ -64,37 +70,35 @@ def store_cast(
         codes = encode_e4m3(values)
     else:
         codes = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    code_rows = codes_ptr + rows[:, None] * (PACKED if PACKED > 0 else WIDTH)
     wanted = inside[:, None] & (columns < WIDTH)[None, :]
-    tl.store(codes_ptr + rows[:, None] * WIDTH + columns[None, :], codes, mask=wanted)
+    tl.store(code_rows + columns[None, :], codes, mask=wanted)
     wanted = inside[:, None] & (groups < WIDTH // 128)[None, :]
+    if PACKED > 0:
+        tl.store(code_rows + WIDTH + groups[None, :], power.to(tl.uint8), mask=wanted)
     tl.store(scale_ptr + groups[None, :] * stride + rows[:, None], decode_e8m0(power), mask=wanted)
 
 
 @triton.jit
 def _cast_kernel(
     x_ptr,
-    source_ptr,
     codes_ptr,
     scale_ptr,
     num_rows,
     stride,
-    GATHER: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PLAIN: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
-    source = rows
-    if GATHER:
-        source = tl.load(source_ptr + rows, mask=inside, other=-1).to(tl.int64)
-        inside = inside & (source >= 0)
     first = tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     wanted = inside[:, None] & (columns < WIDTH)[None, :]
-    x = tl.load(x_ptr + source[:, None] * WIDTH + columns[None, :], mask=wanted, other=0.0).to(tl.float32)
-    store_cast(x, codes_ptr, scale_ptr, rows, inside, first, WIDTH, stride, ROWS, BLOCK, PLAIN)
+    x = tl.load(x_ptr + rows[:, None] * WIDTH + columns[None, :], mask=wanted, other=0.0).to(tl.float32)
+    store_cast(x, codes_ptr, scale_ptr, rows, inside, first, WIDTH, stride, ROWS, BLOCK, PLAIN, PACKED)
 
 
 def fp8_values(x: Tensor) -> Tensor:
@@ -110,31 +114,53 @@ def fp8_values(x: Tensor) -> Tensor:
 def new_cast(num_rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Empty E4M3 codes [T, K] and float32 scales [T, K / 128] that lie column by column, 16 bytes aligned."""
     codes = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=device)
-    stride = triton.cdiv(num_rows, 4) * 4
-    scales = torch.empty(width // GROUP, stride, dtype=torch.float32, device=device)
-    return codes, scales.t()[:num_rows]
+    return codes, _new_scales(num_rows, width, device)
 
 
-def cast_fp8(x: Tensor, source: Tensor | None = None, num_rows: int | None = None) -> tuple[Tensor, Tensor]:
-    """Codes and power-of-two scales of x [T, K], one scale per row and 128 columns; K a multiple of 128.
+def new_cast_rows(num_rows: int, width: int, device: torch.device) -> CastRows:
+    """Empty rows of `width` columns, a multiple of 128."""
+    num_bytes = triton.cdiv(width + width // GROUP, _LINE) * _LINE
+    packed = torch.empty(num_rows, num_bytes, dtype=torch.uint8, device=device)
+    return CastRows(packed, _new_scales(num_rows, width, device))
 
-    With `source` int32 [num_rows]: row p holds row source[p] of x, and is left unwritten where that is -1.
-    """
-    width = x.shape[1]
-    rows = x.shape[0] if num_rows is None else num_rows
-    codes, scales = new_cast(rows, width, x.device)
-    if rows:
-        _cast_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(width, _BLOCK))](
+
+def codes_and_scales(cast: CastRows) -> tuple[Tensor, Tensor]:
+    """E4M3 codes [T, K], rows of which lie apart, and their scales, as `cast_fp8` returns them."""
+    width = cast.scales.shape[1] * GROUP
+    return cast.packed[:, :width].view(torch.float8_e4m3fn), cast.scales
+
+
+def cast_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and power-of-two scales of x [T, K], one scale per row and 128 columns; K a multiple of 128."""
+    codes, scales = new_cast(x.shape[0], x.shape[1], x.device)
+    _cast(x, codes.view(torch.uint8), scales, packed_bytes=0)
+    return codes, scales
+
+
+def cast_rows(x: Tensor) -> CastRows:
+    """The same as rows that can be sent."""
+    cast = new_cast_rows(x.shape[0], x.shape[1], x.device)
+    _cast(x, cast.packed, cast.scales, packed_bytes=cast.packed.shape[1])
+    return cast
+
+
+def _new_scales(num_rows: int, width: int, device: torch.device) -> Tensor:
+    scales = torch.empty(width // GROUP, triton.cdiv(num_rows, 4) * 4, dtype=torch.float32, device=device)
+    return scales.t()[:num_rows]
+
+
+def _cast(x: Tensor, codes: Tensor, scales: Tensor, *, packed_bytes: int) -> None:
+    num_rows, width = x.shape
+    if num_rows:
+        _cast_kernel[(triton.cdiv(num_rows, _ROWS), triton.cdiv(width, _BLOCK))](
             x.contiguous(),
-            codes if source is None else source,
-            codes.view(torch.uint8),
+            codes,
             scales,
-            rows,
+            num_rows,
             scales.stride(1),
-            GATHER=source is not None,
             WIDTH=width,
             ROWS=_ROWS,
             BLOCK=_BLOCK,
             PLAIN=not x.is_cuda,
+            PACKED=packed_bytes,
         )
-    return codes, scales

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from deepinfer.kernels.nvidia.abilities import BF16, VERIFIED
 from deepinfer.kernels.nvidia.casts import fp8_values
 from deepinfer.kernels.nvidia.moe import SwiGLU
 from deepinfer.kernels.nvidia.norm import RMSNorm
-from deepinfer.kernels.ops import Numerics
+from deepinfer.kernels.ops import CastRows, Numerics
 from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles
 from deepinfer.kernels.registry import Implementation
 
@@ -46,12 +46,13 @@ class RoughLinear:
 class QuantizedLinear:
     """`ops.QuantizedLinear`, its 1 x 32 activation scales included; the prepared weight is bf16 [N, K], exact."""
 
+    reads_casts: ClassVar[bool] = False
     numerics: Numerics
 
     def prepare(self, weight: Tensor, scale: Tensor) -> Tensor:
         return dequantize_fp8_tiles(weight, scale).to(torch.bfloat16)
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, *, cast: CastRows | None = None) -> Tensor:  # noqa: ARG002
         values = fp8_values(x) if self.numerics.quantise_activations else x
         return torch.mm(values, weight.t())
 

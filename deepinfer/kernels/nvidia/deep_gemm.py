@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import deep_gemm
 import torch
@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import BF16, VERIFIED
-from deepinfer.kernels.nvidia.cast_rows import copy_cast
-from deepinfer.kernels.nvidia.casts import GROUP, cast_fp8, new_cast, store_cast
+from deepinfer.kernels.nvidia.cast_rows import place_rows, unpack_rows
+from deepinfer.kernels.nvidia.casts import GROUP, cast_fp8, cast_rows, codes_and_scales, new_cast, store_cast
 from deepinfer.kernels.nvidia.expert_layout import ExpertLayout, lay_out_experts
 from deepinfer.kernels.nvidia.experts import ExpertMLP as TritonExperts
 from deepinfer.kernels.nvidia.experts import Fp4Experts
@@ -28,7 +28,7 @@ from deepinfer.kernels.nvidia.gemm import QuantizedLinear as TritonLinear
 from deepinfer.kernels.nvidia.gemm import RoughLinear as TritonRoughLinear
 from deepinfer.kernels.nvidia.moe import SwiGLU, swiglu
 from deepinfer.kernels.nvidia.norm import RMSNorm
-from deepinfer.kernels.ops import ExpertRows, Numerics
+from deepinfer.kernels.ops import Activations, CastRows, ExpertRows, Numerics
 from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles
 from deepinfer.kernels.registry import Implementation
 from deepinfer.log import get_logger
@@ -79,6 +79,7 @@ class QuantizedLinear:
     Matrices that lose more than 1e-4 of their norm by re-blocking, or that don't divide by 128, go to Triton in bf16.
     """
 
+    reads_casts: ClassVar[bool] = True
     numerics: Numerics
 
     def prepare(self, weight: Tensor, scale: Tensor) -> Fp8Weight | Tensor:
@@ -96,10 +97,10 @@ class QuantizedLinear:
             )
         return TritonLinear(self.numerics).prepare(weight, scale)
 
-    def __call__(self, x: Tensor, weight: Fp8Weight | Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weight: Fp8Weight | Tensor, *, cast: CastRows | None = None) -> Tensor:
         if isinstance(weight, Tensor):
             return TritonLinear(self.numerics)(x, weight)
-        return _product(cast_fp8(x), weight)
+        return _product(cast_fp8(x) if cast is None else codes_and_scales(cast), weight)
 
     def after_norm(self, x: Tensor, norm: Tensor, weight: Fp8Weight | Tensor, *, epsilon: float) -> Tensor:
         if isinstance(weight, Tensor) or not len(x) or x.stride(1) != 1:
@@ -193,11 +194,18 @@ class Fp8Experts:
 
 
 @dataclass(slots=True, frozen=True)
+class UnevenExperts:
+    """Experts that FP8 can't hold exactly, in FP4; their rows come cast, as all ranks' do."""
+
+    packed: Fp4Experts
+
+
+@dataclass(slots=True, frozen=True)
 class ExpertMLP:
     """`ops.ExpertMLP` with FP8 weights, a lossless recast at twice the memory, and 1 x 128 activation groups.
 
-    Shapes that don't divide by 128, scales too far apart for a lossless recast, and layers with few rows go to Triton
-    in FP4.
+    Rows travel cast. Shapes that don't divide by 128, scales too far apart for a lossless recast, and layers with few
+    rows go to Triton in FP4.
     """
 
     numerics: Numerics
@@ -212,7 +220,7 @@ class ExpertMLP:
         down_scale: Tensor,
         *,
         few_rows: bool = False,
-    ) -> Fp8Experts | Fp4Experts:
+    ) -> Fp8Experts | UnevenExperts | Fp4Experts:
         released = (gate, gate_scale, up, up_scale, down, down_scale)
         if few_rows or gate.shape[1] % GROUP or 2 * gate.shape[2] % GROUP:
             return TritonExperts(self.numerics).prepare(*released)
@@ -220,24 +228,33 @@ class ExpertMLP:
         recast_down = recast_fp4(down, down_scale)
         if gate_up is None or recast_down is None:
             _log.warning("experts stay FP4, with many rows 2 to 3 times slower: scales of a tile differ by over 2^12")
-            return TritonExperts(self.numerics).prepare(*released)
+            return UnevenExperts(TritonExperts(self.numerics).prepare(*released))
         return Fp8Experts(gate_up, recast_down)
+
+    def pack(self, activations: Activations, experts: Fp8Experts | UnevenExperts | Fp4Experts) -> Tensor:
+        if isinstance(experts, Fp4Experts):
+            return activations.values
+        return (activations.cast or cast_rows(activations.values)).packed
 
     def __call__(
         self,
         rows: Tensor,
         expert_ids: Tensor,
         weights: Tensor,
-        experts: Fp8Experts | Fp4Experts,
+        experts: Fp8Experts | UnevenExperts | Fp4Experts,
         *,
         limit: float,
     ) -> ExpertRows:
+        if isinstance(experts, UnevenExperts):
+            experts = experts.packed
+            rows = unpack_rows(rows, width=experts.hidden)
         if isinstance(experts, Fp4Experts):
             return TritonExperts(self.numerics)(rows, expert_ids, weights, experts, limit=limit)
+        width = experts.down.codes.shape[1]
         layout = lay_out_experts(expert_ids, num_experts=len(experts.down.codes), tile=GROUP)
         if not layout.num_places:
-            return ExpertRows(rows[:0], layout.places)
-        cast = copy_cast(cast_fp8(rows), layout.source, layout.num_places)
+            return ExpertRows(torch.empty(0, width, dtype=torch.bfloat16, device=rows.device), layout.places)
+        cast = place_rows(rows, layout.source, width=width)
         both = _grouped_product(cast, experts.gate_up, layout)
         hidden = _swiglu_cast(both, limit, weights, layout)
         return ExpertRows(_grouped_product(hidden, experts.down, layout), layout.places)

@@ -19,7 +19,7 @@ from deepinfer.kernels.nvidia.casts import fp8_values, round_fp8
 from deepinfer.kernels.nvidia.expert_layout import ExpertLayout, lay_out_experts
 from deepinfer.kernels.nvidia.fp4_tiles import BLOCK, TILE_ROWS, Fp4Tiles, pack_fp4, widen_words
 from deepinfer.kernels.nvidia.moe import swiglu
-from deepinfer.kernels.ops import ExpertRows, Numerics
+from deepinfer.kernels.ops import Activations, ExpertRows, Numerics
 
 _MIN_TILE, _MAX_TILE = 16, 128  # rows of an expert that share one pass over its weights
 _STAGES = tl.constexpr(4)
@@ -176,6 +176,9 @@ class ExpertMLP:
     ) -> Fp4Experts:
         gate_up = pack_fp4((gate, gate_scale), (up, up_scale))
         return Fp4Experts(gate_up, pack_fp4((down, down_scale)), down.shape[1], gate.shape[1])
+
+    def pack(self, activations: Activations, experts: Fp4Experts) -> Tensor:  # noqa: ARG002
+        return activations.values
 
     def __call__(
         self, rows: Tensor, expert_ids: Tensor, weights: Tensor, experts: Fp4Experts, *, limit: float

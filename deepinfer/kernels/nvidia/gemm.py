@@ -6,6 +6,7 @@ Quantised weights are dequantised once at load, which is exact in bf16: E4M3 tim
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import triton
@@ -16,7 +17,7 @@ from deepinfer.kernels.nvidia.abilities import triton_kernel
 from deepinfer.kernels.nvidia.casts import fp8_values
 from deepinfer.kernels.nvidia.moe import SwiGLU
 from deepinfer.kernels.nvidia.norm import RMSNorm
-from deepinfer.kernels.ops import Numerics
+from deepinfer.kernels.ops import CastRows, Numerics
 from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles
 
 
@@ -176,12 +177,13 @@ class RoughLinear:
 class QuantizedLinear:
     """`ops.QuantizedLinear`, its 1 x 32 activation scales included; the prepared weight is in the model dtype."""
 
+    reads_casts: ClassVar[bool] = False
     numerics: Numerics
 
     def prepare(self, weight: Tensor, scale: Tensor) -> Tensor:
         return dequantize_fp8_tiles(weight, scale).to(self.numerics.dtype).unsqueeze(0)
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, *, cast: CastRows | None = None) -> Tensor:  # noqa: ARG002
         values = fp8_values(x) if self.numerics.quantise_activations else x
         return matmul(values.unsqueeze(1), weight, self.numerics.dtype)
 

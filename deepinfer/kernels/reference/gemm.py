@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.ops import Numerics
+from deepinfer.kernels.ops import CastRows, Numerics
 from deepinfer.kernels.reference.abilities import implementation
 from deepinfer.kernels.reference.matmul import matmul_rows
 from deepinfer.kernels.reference.norm import RMSNorm
@@ -46,12 +47,13 @@ class RoughLinear:
 class QuantizedLinear:
     """`ops.QuantizedLinear`; the prepared weight is float32 [N, K]."""
 
+    reads_casts: ClassVar[bool] = False
     numerics: Numerics
 
     def prepare(self, weight: Tensor, scale: Tensor) -> Tensor:
         return dequantize_fp8_tiles(weight, scale)
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, *, cast: CastRows | None = None) -> Tensor:  # noqa: ARG002
         return matmul_rows(activation_values(x, self.numerics), weight).to(self.numerics.dtype)
 
     def after_norm(self, x: Tensor, norm: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.ops import ExpertSum, MixCoefficients, Numerics
+from deepinfer.kernels.ops import Activations, ExpertSum, MixCoefficients, Numerics
 from deepinfer.kernels.reference.abilities import implementation
 from deepinfer.kernels.reference.elementwise import sigmoid
 from deepinfer.kernels.reference.matmul import matmul_rows
@@ -105,12 +105,13 @@ class AdvanceStreams:
         weight: Tensor,
         *,
         epsilon: float,
-    ) -> tuple[Tensor, Tensor]:
+        with_cast: bool = False,  # noqa: ARG002
+    ) -> tuple[Tensor, Activations]:
         if isinstance(y, ExpertSum):
             y = CombineExperts(self.numerics)(y.rows, y.shared)
         streams = UpdateStreams(self.numerics)(streams, y, post, mix)
         collapsed = CollapseStreams(self.numerics)(streams, pre)
-        return streams, RMSNorm(self.numerics)(collapsed, weight, epsilon=epsilon)
+        return streams, Activations(RMSNorm(self.numerics)(collapsed, weight, epsilon=epsilon))
 
 
 def _weighted_sum(streams: Tensor, weights: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.ops import ExpertRows, Numerics
+from deepinfer.kernels.ops import Activations, ExpertRows, Numerics
 from deepinfer.kernels.reference.abilities import implementation
 from deepinfer.kernels.reference.elementwise import softplus
 from deepinfer.kernels.reference.gemm import activation_values
@@ -61,6 +61,9 @@ class ExpertMLP:
     ) -> PreparedExperts:
         gate_up = torch.cat((dequantize_fp4(gate, gate_scale), dequantize_fp4(up, up_scale)), 1)
         return PreparedExperts(gate_up, dequantize_fp4(down, down_scale))
+
+    def pack(self, activations: Activations, experts: PreparedExperts) -> Tensor:  # noqa: ARG002
+        return activations.values
 
     def __call__(
         self, rows: Tensor, expert_ids: Tensor, weights: Tensor, experts: PreparedExperts, *, limit: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from deepinfer.kernels.ops import Activations
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.caches import Caches
 from deepinfer.models.deepseek_v41.compressor import Compressor
@@ -54,7 +55,7 @@ class Attention:
             )
 
     def __call__(
-        self, hidden: Tensor, rows: StepRows, caches: Caches, published: Published, cut: Cut | None = None
+        self, hidden: Activations, rows: StepRows, caches: Caches, published: Published, cut: Cut | None = None
     ) -> Tensor:
         """Return [T, D] from the normalised input `hidden` [T, D]; writes this layer's caches.
 
@@ -68,10 +69,11 @@ class Attention:
         def make_keys() -> Tensor:
             records = self.records(latent, self._rotation(rows), caches)
             if self.compressor is not None:
-                self.compressor(hidden, rows, caches)
+                self.compressor(hidden.values, rows, caches)
             if self.indexer is not None:
                 normed = self.kernels.rms_norm(asking_latent, self.query_norm, epsilon=self.epsilon)
-                self.indexer(hidden if cut is None else hidden[cut.kept], normed, asking, caches, published)
+                values = hidden.values if cut is None else hidden.values[cut.kept]
+                self.indexer(values, normed, asking, caches, published)
             return records
 
         keys = self.side.start(make_keys)
@@ -85,9 +87,10 @@ class Attention:
         storing.wait()
         return output
 
-    def compress(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def compress(self, hidden: Activations) -> tuple[Tensor, Tensor]:
         """Return the latents of the queries [T, q rank] and of the keys [T, d], not normalised; rows lie apart."""
-        query_latent, latent = self.kernels.quantized_linear(hidden, self.down_weight).split(self.down_widths, 1)
+        both = self.kernels.quantized_linear(hidden.values, self.down_weight, cast=hidden.cast)
+        query_latent, latent = both.split(self.down_widths, 1)
         return query_latent, latent
 
     def records(self, latent: Tensor, rotation: Rotation, caches: Caches) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.ops import Activations
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.attention import Attention
 from deepinfer.models.deepseek_v41.caches import Caches
@@ -55,7 +56,7 @@ class DraftStage:
         return self.around_experts(residual, lambda hidden: self.experts(hidden, is_padding, inputs.dispatcher))
 
     def _attend(
-        self, hidden: Tensor, window_rows: Tensor, rotation: Rotation, caches: Caches, kept: Tensor | None
+        self, hidden: Activations, window_rows: Tensor, rotation: Rotation, caches: Caches, kept: Tensor | None
     ) -> Tensor:
         query_latent, latent = self.attention.compress(hidden)
         records = self.attention.records(latent, rotation, caches)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.ops import ExpertSum, MixCoefficients
+from deepinfer.kernels.ops import Activations, ExpertSum, MixCoefficients
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.weight_types import HyperConnectionWeights
@@ -68,7 +68,7 @@ class HyperConnection:
         self.num_iterations = config.hc_sinkhorn_iters
 
     def __call__(
-        self, residual: Residual, sublayer: Callable[[Tensor], Tensor | ExpertSum], *, kept: Tensor | None = None
+        self, residual: Residual, sublayer: Callable[[Activations], Tensor | ExpertSum], *, kept: Tensor | None = None
     ) -> Residual:
         """Run `sublayer` ([T, D] -> [T, D]) on the normalised collapse of the streams; its update is left pending.
 
@@ -94,12 +94,19 @@ class HyperConnection:
             num_iterations=self.num_iterations,
         )
 
-    def _enter(self, residual: Residual) -> tuple[Tensor, Tensor]:
+    def _enter(self, residual: Residual) -> tuple[Tensor, Activations]:
         """The settled streams [T, M, D] and the sublayer's input [T, D]."""
         kernels, update = self.kernels, residual.update
         if update is None:
             collapsed = kernels.collapse_streams(residual.streams, residual.pre)
-            return residual.streams, kernels.rms_norm(collapsed, self.norm, epsilon=self.epsilon)
+            return residual.streams, Activations(kernels.rms_norm(collapsed, self.norm, epsilon=self.epsilon))
         return kernels.advance_streams(
-            residual.streams, update.y, update.post, update.mix, residual.pre, self.norm, epsilon=self.epsilon
+            residual.streams,
+            update.y,
+            update.post,
+            update.mix,
+            residual.pre,
+            self.norm,
+            epsilon=self.epsilon,
+            with_cast=kernels.quantized_linear.reads_casts,
         )

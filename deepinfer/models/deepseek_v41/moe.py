@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
-from deepinfer.kernels.ops import ExpertSum
+from deepinfer.kernels.ops import Activations, ExpertSum
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.stacked import stack_rows
@@ -50,18 +50,20 @@ class MixtureOfExperts:
         )
         self.shared_gate_up, self.shared_down = prepare(stack_rows(shared.w1, shared.w3)), prepare(shared.w2)
 
-    def __call__(self, hidden: Tensor, is_padding: Tensor, dispatcher: TokenDispatcher) -> ExpertSum:
+    def __call__(self, hidden: Activations, is_padding: Tensor, dispatcher: TokenDispatcher) -> ExpertSum:
         """Return a sum [T, D] from the normalised input `hidden` [T, D]; a collective of the expert-parallel group."""
         kernels = self.kernels
         shared = self.side.start(lambda: self._shared(hidden))
-        logits = kernels.linear(hidden, self.router, out_dtype=torch.float32)
+        logits = kernels.linear(hidden.values, self.router, out_dtype=torch.float32)
         expert_ids, weights = kernels.route_tokens(
             logits, self.bias, is_padding, num_chosen=self.num_chosen, scale=self.scale
         )
-        arrived = dispatcher.dispatch(hidden, expert_ids, weights)
+        packed = kernels.expert_mlp.pack(hidden, self.experts)
+        arrived = dispatcher.dispatch(packed, expert_ids, weights)
         rows = kernels.expert_mlp(arrived.rows, arrived.expert_ids, arrived.weights, self.experts, limit=self.limit)
         return ExpertSum(dispatcher.combine(rows, arrived), shared.wait())
 
-    def _shared(self, hidden: Tensor) -> Tensor:
+    def _shared(self, hidden: Activations) -> Tensor:
         linear = self.kernels.quantized_linear
-        return linear.after_swiglu(linear(hidden, self.shared_gate_up), self.shared_down, limit=self.limit)
+        both = linear(hidden.values, self.shared_gate_up, cast=hidden.cast)
+        return linear.after_swiglu(both, self.shared_down, limit=self.limit)
