@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import torch
 
 from deepinfer.errors import ConfigError
-from deepinfer.kernels import ops
+from deepinfer.kernels import ops, step_ops
 from deepinfer.log import get_logger
 
 # backend -> its modules; each has IMPLEMENTATIONS. A module is imported only when its backend is considered; one that
@@ -27,6 +27,7 @@ _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
         "deepinfer.kernels.reference.moe",
         "deepinfer.kernels.reference.norm",
         "deepinfer.kernels.reference.sampling",
+        "deepinfer.kernels.reference.step_lists",
     ),
     "triton": (
         "deepinfer.kernels.nvidia.advance",
@@ -42,6 +43,7 @@ _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
         "deepinfer.kernels.nvidia.norm",
         "deepinfer.kernels.nvidia.routing",
         "deepinfer.kernels.nvidia.sampling",
+        "deepinfer.kernels.nvidia.step_lists",
     ),
     "cublas": ("deepinfer.kernels.nvidia.cublas",),
     "deep_gemm": ("deepinfer.kernels.nvidia.deep_gemm",),
@@ -146,6 +148,9 @@ class KernelSet:
     expert_mlp: ops.ExpertMLP
     combine_experts: ops.CombineExperts
     gumbel_argmax: ops.GumbelArgmax
+    lay_out_rows: step_ops.LayOutRows
+    list_rows: step_ops.ListRows
+    token_history: step_ops.TokenHistory
 
     def describe(self) -> dict[str, str]:
         """Return op -> backend, for logs, digests and bug reports."""

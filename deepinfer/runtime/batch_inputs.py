@@ -16,6 +16,7 @@ import torch
 
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.kernels.registry import KernelSet
+from deepinfer.kernels.step_ops import RowLayout
 from deepinfer.models.model_spec import ForwardInputs, Prompts
 from deepinfer.runtime.slot_table import SlotTable
 from deepinfer.runtime.step_upload import Column
@@ -76,18 +77,6 @@ class StepInputs:
 
 
 @dataclass(slots=True, frozen=True)
-class _Layout:
-    """[T] by row: its sequence, B for padding; its place in it; its position. `slots` [B + 1] and `starts` [B + 2]."""
-
-    sequence: torch.Tensor
-    offsets: torch.Tensor
-    positions: torch.Tensor
-    is_padding: torch.Tensor
-    slots: torch.Tensor
-    starts: torch.Tensor
-
-
-@dataclass(slots=True, frozen=True)
 class Surroundings:
     """What every forward pass of a rank is given."""
 
@@ -140,7 +129,7 @@ def build_inputs(
     chunks = [sent.get(f"chunk {name}") for name in ("slots", "starts", "lengths")]
     num_chunk_rows = sum(chunk.num_tokens for chunk in plan.chunks)
     num_rows = num_chunk_rows + (decode.num_rows if decode else 0)
-    layout = _lay_out(table, chunks, decode, max(1, num_rows))
+    layout = _lay_out(around, chunks, decode, max(1, num_rows))
     host_slots = [chunk.slot for chunk in plan.chunks] + plan.decode_slots.tolist()
     forward = _forward_inputs(around, layout, table.block_rows(layout.slots, host_slots))
     logit_rows = [sent["chunk logits"]] if plan.chunks else []
@@ -164,7 +153,7 @@ def build_decode_inputs(around: Surroundings, decode: DecodeRows) -> StepInputs:
 
     A graph may hold it: what it reads stays in the same tensors.
     """
-    layout = _lay_out(around.table, [None] * 3, decode, decode.num_rows)
+    layout = _lay_out(around, [None] * 3, decode, decode.num_rows)
     return StepInputs(
         forward=_forward_inputs(around, layout, around.table.block_rows(layout.slots, None)),
         verify=_verify_rows(around.table, layout, decode, 0),
@@ -192,30 +181,39 @@ def own_rows(rows: VerifyRows, slots: Sequence[int], max_position: int) -> Verif
     return replace(rows, rows=replace(rows.rows, owners=tuple(slots), max_position=max_position))
 
 
-def _lay_out(table: SlotTable, chunks: list[torch.Tensor | None], decode: DecodeRows | None, num_rows: int) -> _Layout:
+def _lay_out(
+    around: Surroundings, chunks: list[torch.Tensor | None], decode: DecodeRows | None, num_rows: int
+) -> RowLayout:
     """Place sequences one after the other: chunks (their slots, starts and lengths), decode slots, then padding."""
-    zero = torch.zeros(1, dtype=torch.int64, device=table.device)
-    chunk_slots, chunk_starts, chunk_lengths = ([] if part is None else [part] for part in chunks)
-    running = [decode.slots] if decode else []
-    slots = torch.cat([*chunk_slots, *running, zero])
-    firsts = torch.cat([*chunk_starts, *((table.num_tokens[part] - 1).clamp_min(0) for part in running), zero])
-    lengths = torch.cat([*chunk_lengths, *([decode.num_drafts + 1] if decode else []), zero])
-    ends = lengths.cumsum(0)
-    starts = torch.cat([zero, ends])  # the padding sequence begins where the last one ends
-    rows = torch.arange(num_rows, device=table.device)
-    sequence = torch.searchsorted(ends[:-1], rows, right=True)
-    is_padding = sequence == len(slots) - 1
-    offsets = rows - starts[sequence]
-    positions = torch.where(is_padding, 0, firsts[sequence] + offsets)
-    starts[-1:] = num_rows
-    return _Layout(sequence, offsets, positions, is_padding, slots, starts)
+    table = around.table
+    slots, firsts, lengths = ([] if part is None else [part] for part in chunks)
+    if decode:
+        slots.append(decode.slots)
+        firsts.append((table.num_tokens[decode.slots] - 1).clamp_min(0))
+        lengths.append(decode.num_drafts + 1)
+    return around.kernels.lay_out_rows(
+        _joined(slots, table),
+        _joined(firsts, table),
+        _joined(lengths, table),
+        token_table=table.token_table,
+        seeds=table.sampling.seeds,
+        num_rows=num_rows,
+        width=table.max_drafts + 1,
+    )
 
 
-def _forward_inputs(around: Surroundings, layout: _Layout, block_tables: dict[str, torch.Tensor]) -> ForwardInputs:
+def _joined(parts: list[torch.Tensor], table: SlotTable) -> torch.Tensor:
+    """Return `parts` [n] int64 as one; a copy only where there are several."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=table.device)
+
+
+def _forward_inputs(around: Surroundings, layout: RowLayout, block_tables: dict[str, torch.Tensor]) -> ForwardInputs:
     """Inputs that want the logits of all rows."""
     table = around.table
     return ForwardInputs(
-        token_ids=table.token_table[layout.slots[layout.sequence], layout.positions].to(torch.int64),
+        token_ids=layout.token_ids,
         positions=layout.positions,
         row_sequence=layout.sequence,
         sequence_slots=layout.slots,
@@ -230,30 +228,22 @@ def _forward_inputs(around: Surroundings, layout: _Layout, block_tables: dict[st
     )
 
 
-def _verify_rows(table: SlotTable, layout: _Layout, decode: DecodeRows, first_row: int) -> VerifyRows:
+def _verify_rows(table: SlotTable, layout: RowLayout, decode: DecodeRows, first_row: int) -> VerifyRows:
     """Return the decode rows, which are those from `first_row` on; the host's part is not told yet."""
-    sequence = layout.sequence[first_row:]
-    slots, offsets = layout.slots[sequence], layout.offsets[first_row:]
-    num_sequences = len(decode.slots)
-    first_sequence = len(layout.slots) - 1 - num_sequences
-    drafts = torch.cat([decode.num_drafts, decode.num_drafts.new_full((1,), -1)])
-    steps = torch.minimum(
-        torch.arange(table.max_drafts + 1, device=table.device), decode.num_drafts.clamp_min(0)[:, None]
-    )
-    own = layout.starts[first_sequence : first_sequence + num_sequences, None] - first_row + steps
+    own = layout.own_rows[len(layout.own_rows) - len(decode.slots) :]
     return VerifyRows(
         rows=TokenRows(
-            slots=slots,
-            seeds=table.sampling.seeds[slots],
+            slots=layout.row_slots[first_row:],
+            seeds=layout.seeds[first_row:],
             positions=layout.positions[first_row:] + 1,
             token_table=table.token_table,
             owners=(),
-            by_owner=own.clamp_max(len(slots) - 1),
+            by_owner=own - first_row if first_row else own,
             max_position=0,
         ),
         num_drafts=decode.num_drafts,
-        offsets=offsets,
-        is_draft=offsets < drafts[sequence - first_sequence],
+        offsets=layout.offsets[first_row:],
+        drafts=layout.drafts[first_row:],
         draft_scores=table.draft_scores,
     )
 

@@ -29,15 +29,14 @@ class VerifyRows:
     """R rows of S sequences, each with 1 + `num_drafts[s]` of them in order; -1: the sequence has no rows.
 
     `rows`: by row, the position that it produces; its owners are the sequences, `by_owner` [S, 1 + K] the rows of each,
-    its last one repeated. The token table has the drafts at those positions. [R]: `offsets` int64, the place of a row
-    in its sequence; `is_draft` bool, a draft stands at its position. `draft_scores` [slots, K, V]: see `Drafts.scores`;
-    only rejection needs them.
+    its last one repeated. [R] int64: `offsets`, the place of a row in its sequence; `drafts`, the draft at its
+    position, -1 where there is none. `draft_scores` [slots, K, V]: see `Drafts.scores`; only rejection needs them.
     """
 
     rows: TokenRows
     num_drafts: Tensor
     offsets: Tensor
-    is_draft: Tensor
+    drafts: Tensor
     draft_scores: Tensor | None = None
 
 
@@ -82,23 +81,22 @@ class RejectionVerifier:
         offsets = rows.offsets.clamp_max(rows.draft_scores.shape[1] - 1)
         target = torch.softmax(temper(found.scores, token_rows, state), 1)
         proposed = torch.softmax(rows.draft_scores[token_rows.slots, offsets], 1)
-        taken = _accept(target, proposed, found.drafts, token_rows)
+        taken = _accept(target, proposed, rows.drafts.clamp_min(0), token_rows)
         residual = _residual(target, proposed).log()
         ones = torch.ones_like(residual[:, 0])
         replaced = state.gumbel_argmax(residual, token_rows.seeds, token_rows.positions, ones, purpose=RESIDUAL_PURPOSE)
-        drawn = rows.is_draft & (state.temperatures[token_rows.slots] != 0) & ~found.failed
+        drawn = (rows.drafts >= 0) & (state.temperatures[token_rows.slots] != 0) & ~found.failed
         accepted = torch.where(drawn, taken, found.accepted)
-        token_ids = torch.where(drawn, torch.where(taken, found.drafts, replaced), found.token_ids)
+        token_ids = torch.where(drawn, torch.where(taken, rows.drafts, replaced), found.token_ids)
         return _conclude(found, token_ids, accepted, rows)
 
 
 @dataclass(slots=True, frozen=True)
 class _Compared:
-    """By row: the target's `scores` [R, V], its own token, the draft, whether they are equal, and as in `Sampled`."""
+    """By row: the target's `scores` [R, V], its own token, whether it is the draft, and as in `Sampled`."""
 
     scores: Tensor
     token_ids: Tensor
-    drafts: Tensor
     accepted: Tensor
     failed: Tensor
     fell_back: Tensor | None
@@ -108,9 +106,8 @@ def _compare(logits: Tensor, rows: VerifyRows, state: SamplingState) -> _Compare
     """Draw the target's token in every row and accept the drafts that are it."""
     processed = process(logits, rows.rows, state)
     token_ids, failed = choose(processed.scores, processed.failed, rows.rows, state)
-    drafts = rows.rows.token_table[rows.rows.slots, rows.rows.positions].to(torch.int64)
-    accepted = rows.is_draft & (token_ids == drafts) & ~failed
-    return _Compared(processed.scores, token_ids, drafts, accepted, failed, processed.fell_back)
+    accepted = (token_ids == rows.drafts) & ~failed
+    return _Compared(processed.scores, token_ids, accepted, failed, processed.fell_back)
 
 
 def _accept(target: Tensor, proposed: Tensor, drafts: Tensor, rows: TokenRows) -> Tensor:

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.op_cases import CHECKS, Bench, check_batch_invariance, released, small
+from support import op_cases, step_cases
+from support.op_cases import Bench, check_batch_invariance, released, small
 
 from deepinfer.kernels.ops import REFERENCE_NUMERICS
 from deepinfer.kernels.registry import KernelSet, backend_names, load_backend, op_names, select_kernels
 
 pytestmark = pytest.mark.gpu
+CHECKS = op_cases.CHECKS | step_cases.CHECKS
 SETS = ("default", "batch_invariant", "triton")
 
 

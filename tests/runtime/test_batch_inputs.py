@@ -8,6 +8,7 @@ from support.fake_model import FakeCaches, FakeModel, fake_groups
 from support.static_shapes import static_shapes
 
 from deepinfer.distributed.local_dispatcher import LocalDispatcher
+from deepinfer.kernels.registry import select_kernels
 from deepinfer.protocol import SamplingParams
 from deepinfer.runtime.batch_inputs import (
     DecodeRows,
@@ -25,6 +26,8 @@ from deepinfer.sampling.rows import TokenRows
 from deepinfer.scheduler.sampling_params import derived_seed
 from deepinfer.scheduler.step_plan import BlockGrant, PrefillChunk, SlotAdmission, StepPlan
 from deepinfer.speculative.drafter import Drafts
+
+KERNELS = select_kernels("cpu", numerics="reference", batch_invariant=False, overrides={})
 
 
 def _table(*, max_drafts: int = 0) -> SlotTable:
@@ -66,7 +69,7 @@ def _build(
     sent = send_together(columns, table.device)
     slots = sent["decode slots"]
     decode = DecodeRows(slots, torch.zeros_like(slots), len(slots)) if len(slots) else None
-    step = build_inputs(plan, Surroundings(table, caches, None, LocalDispatcher(8)), sent, decode)
+    step = build_inputs(plan, Surroundings(table, caches, KERNELS, LocalDispatcher(8)), sent, decode)
     return step, draw_rows(chunks, sent, table) if chunks.draws else None
 
 
@@ -144,7 +147,7 @@ def test_a_slot_forgets_its_last_sequence() -> None:
 
 def _decode(table: SlotTable, slots: list[int], num_drafts: list[int], num_rows: int) -> StepInputs:
     rows = DecodeRows(torch.tensor(slots), torch.tensor(num_drafts), num_rows)
-    return build_decode_inputs(Surroundings(table, None, None, LocalDispatcher(8)), rows)
+    return build_decode_inputs(Surroundings(table, None, KERNELS, LocalDispatcher(8)), rows)
 
 
 def test_rows_and_sequences_that_turn_out_not_to_exist_are_padding() -> None:
@@ -158,7 +161,7 @@ def test_rows_and_sequences_that_turn_out_not_to_exist_are_padding() -> None:
     assert forward.token_ids.tolist() == [42, 0, 0, 16, 0, 0, 0, 0, 0]
     assert forward.is_padding.tolist() == [False] * 4 + [True] * 5
     assert step.verify is not None
-    assert step.verify.is_draft.tolist() == [True, True] + [False] * 7
+    assert step.verify.drafts.tolist() == [0, 0] + [-1] * 7
     assert step.verify.rows.by_owner[1:3].tolist() == [[0, 1, 2, 2], [3, 3, 3, 3]]
     assert int(step.verify.rows.by_owner.max()) < 9
 
@@ -182,6 +185,6 @@ def test_what_is_not_there_commits_nothing() -> None:
 def test_no_layout_reads_the_device_back() -> None:
     table = _table(max_drafts=3)
     rows = DecodeRows(torch.tensor([2, 4, 1, 0]), torch.tensor([-1, 2, 0, -1]), 9)
-    around = Surroundings(table, None, None, LocalDispatcher(8))
+    around = Surroundings(table, None, KERNELS, LocalDispatcher(8))
     with static_shapes():
         build_decode_inputs(around, rows)

@@ -17,11 +17,12 @@ import torch
 from support.fake_model import VOCAB_SIZE, fake_groups
 from support.oracle import Accepted, OracleDrafter
 from support.rank_engines import Answer, answer_all, build_fake_rank, make_request
-from support.static_shapes import allow_op, static_shapes
+from support.static_shapes import allow_op, allow_ops, static_shapes
 
 from deepinfer.codec import unpack
 from deepinfer.distributed.local_dispatcher import LocalDispatcher
 from deepinfer.kernels.reference.sampling import gumbel_argmax
+from deepinfer.kernels.registry import select_kernels
 from deepinfer.models.model_spec import ForwardInputs, ForwardOutput
 from deepinfer.protocol import Request, SamplingParams
 from deepinfer.runtime.batch_inputs import DecodeRows
@@ -161,7 +162,7 @@ def _runner(verifier: Verifier, *, is_rejection: bool, capture: Any) -> ModelRun
         model=_Plain(),
         caches=None,
         table=table,
-        kernels=None,
+        kernels=allow_ops(select_kernels("cpu", numerics="reference", batch_invariant=False, overrides={})),
         dispatcher=LocalDispatcher(8),
         speculation=Speculation(table, drafter=_Same(), verifier=verifier),
         capture=capture,

@@ -82,7 +82,7 @@ def _verify_rows(
         ),
         num_drafts=num_drafts,
         offsets=offsets,
-        is_draft=offsets < num_drafts[sequence],
+        drafts=torch.where(offsets < num_drafts[sequence], token_table[slots, position + offsets].long(), -1),
         draft_scores=draft_scores,
     )
 

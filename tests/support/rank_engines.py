@@ -20,6 +20,7 @@ from deepinfer.distributed.local_dispatcher import LocalDispatcher
 from deepinfer.distributed.process_groups import ProcessGroups
 from deepinfer.distributed.step_sync import GroupStepSync, LocalStepSync
 from deepinfer.distributed.torch_dispatcher import TorchDispatcher
+from deepinfer.kernels.registry import select_kernels
 from deepinfer.kv_cache.cache_manager import CacheManager
 from deepinfer.kv_cache.kv_groups import layout_digest
 from deepinfer.metrics import MemoryRecorder
@@ -106,7 +107,7 @@ def build_fake_rank(
         model=model,
         caches=model.allocate_caches(num_blocks=blocks, num_slots=max_running + 1, tokens_per_block=tokens_per_block),
         table=table,
-        kernels=None,
+        kernels=select_kernels("cpu", numerics="reference", batch_invariant=False, overrides={}),
         dispatcher=TorchDispatcher(groups.dispatch, NUM_EXPERTS) if groups else LocalDispatcher(NUM_EXPERTS),
         speculation=Speculation(table, drafter=drafter, verifier=SharedNoiseVerifier()),
         capture=capture,

@@ -15,7 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import triton.language as tl
-from support import nvidia_cases, op_cases
+from support import nvidia_cases, op_cases, step_cases
 from support.op_cases import Bench, small
 from triton.runtime import interpreter
 
@@ -59,7 +59,7 @@ def triton_kernels() -> KernelSet:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     kernels = triton_kernels()
-    checks = op_cases.CHECKS | nvidia_cases.CHECKS
+    checks = op_cases.CHECKS | step_cases.CHECKS | nvidia_cases.CHECKS
     for name in sys.argv[1:] or checks:
         checks[name](Bench(kernels, small(), torch.device("cpu")))
         print("passed", name, flush=True)

@@ -1,4 +1,4 @@
-"""N-gram memory layers: look-back over the token table, table rows, gated addition to the streams."""
+"""N-gram memory layers: table rows, gated addition to the streams."""
 
 from __future__ import annotations
 
@@ -11,19 +11,6 @@ from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.engram_constants import EngramConstants
 from deepinfer.models.deepseek_v41.engram_shards import fetch_rows
 from deepinfer.models.deepseek_v41.weight_types import EngramWeights
-from deepinfer.models.model_spec import ForwardInputs
-
-
-def engram_history(inputs: ForwardInputs, token_map: Tensor, *, length: int, pad_id: int) -> Tensor:
-    """Compressed ids int64 [T, length] of each row's position and the ones before; `pad_id` before the sequence.
-
-    `token_map` int64 [vocabulary]: token -> compressed id. Read from the token table, so chunks, drafts and hand-overs
-    need no state of their own.
-    """
-    back = inputs.positions.unsqueeze(1) - torch.arange(length, device=inputs.positions.device)
-    slots = inputs.sequence_slots[inputs.row_sequence].unsqueeze(1)
-    tokens = inputs.token_table[slots, back.clamp_min(0)].long()
-    return torch.where(back < 0, pad_id, token_map[tokens])
 
 
 class Engram:

@@ -14,7 +14,7 @@ from deepinfer.models.deepseek_v41.caches import Caches, allocate_caches, cache_
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.dspark import DraftNetwork
 from deepinfer.models.deepseek_v41.dspark_rings import DraftRings, FeatureTap
-from deepinfer.models.deepseek_v41.engram import Engram, engram_history
+from deepinfer.models.deepseek_v41.engram import Engram
 from deepinfer.models.deepseek_v41.engram_constants import EngramConstants
 from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, Residual, open_streams
 from deepinfer.models.deepseek_v41.indexer import Published
@@ -109,8 +109,9 @@ class DeepseekV41:
         self.draft_network = None
         if draft is not None:
             self.draft_network = DraftNetwork(config, draft, weights.embed, weights.head, kernels, sides)
-        self.window_frequencies = window_frequencies(config, self.device)
-        self.compressed_frequencies = compressed_frequencies(config, self.device)
+        self.frequencies = torch.stack(
+            (window_frequencies(config, self.device), compressed_frequencies(config, self.device))
+        )
         constants = {constants.layer_id: constants for constants in config.engram_constants()}
         # where prompts are cut short; a replayed sequence needs the bits of other ranks, which recast experts
         has_few_rows = keep_tokens is not None and not kernels.batch_invariant
@@ -208,17 +209,22 @@ class DeepseekV41:
         return build_step_rows(
             inputs,
             inputs.caches,
-            self.ahead,
             window=self.config.sliding_window,
-            window_frequencies=self.window_frequencies,
-            compressed_frequencies=self.compressed_frequencies,
+            frequencies=self.frequencies,
             window_starts=window_starts,
         )
 
     def history(self, inputs: ForwardInputs) -> Tensor:
         """Return the compressed ids that the memory layers hash."""
-        length = self.config.engram_max_ngram_size
-        return engram_history(inputs, self.token_map, length=length, pad_id=self.config.engram_pad_token_id)
+        return self.kernels.token_history(
+            inputs.positions,
+            inputs.row_sequence,
+            inputs.sequence_slots,
+            token_table=inputs.token_table,
+            token_map=self.token_map,
+            length=self.config.engram_max_ngram_size,
+            pad_id=self.config.engram_pad_token_id,
+        )
 
     def logits(self, streams: Tensor, pre: Tensor) -> Tensor:
         """Return float32 [L, vocabulary] of the streams [L, M, D] behind the last layer."""

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from deepinfer.kernels.step_ops import ListShapes
 from deepinfer.models.deepseek_v41.caches import GLOBAL_GROUP, OPEN_PAIRS_PER_SLOT, Caches
-from deepinfer.models.deepseek_v41.rope import Rotation, rotation_at
+from deepinfer.models.deepseek_v41.rope import Rotation
 from deepinfer.models.model_spec import ForwardInputs
-from deepinfer.platforms.side_stream import SideStream, SideWork
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,20 +41,11 @@ class PairRows:
 
 
 @dataclass(slots=True, frozen=True)
-class CompressedRows:
-    """What layers with a compressed cache need besides: `entries` by ratio, `pairs`, and the rotation of the rows."""
-
-    entries: dict[int, EntryRows]
-    pairs: PairRows
-    rotation: Rotation
-
-
-@dataclass(slots=True, frozen=True)
 class StepRows:
     """T rows of B sequences. `window_rows` [T, W]: rows of a layer's ring, or `len(ring) + t` for row t of this step,
     ascending by position, -1 behind the last; the ring as it was before the step. `ring_targets` [T]: the ring's row
-    that keeps this row, or -1. `first`, `last` [T]: positions of the first and last row of the row's sequence.
-    The first layers run without `compressed`.
+    that keeps this row, or -1. `entries` by ratio. The rotations are those of the rows: of layers without a compressed
+    cache, and of the others.
     """
 
     row_sequence: Tensor
@@ -63,128 +53,63 @@ class StepRows:
     block_table: Tensor
     is_padding: Tensor
     positions: Tensor
-    first: Tensor
-    last: Tensor
     window_rows: Tensor
     ring_targets: Tensor
     window_rotation: Rotation
-    compressed: SideWork[CompressedRows]
-
-    @property
-    def entries(self) -> dict[int, EntryRows]:
-        """See `CompressedRows`."""
-        return self.compressed.wait().entries
-
-    @property
-    def pairs(self) -> PairRows:
-        """See `CompressedRows`."""
-        return self.compressed.wait().pairs
-
-    @property
-    def compressed_rotation(self) -> Rotation:
-        """See `CompressedRows`."""
-        return self.compressed.wait().rotation
+    compressed_rotation: Rotation
+    entries: dict[int, EntryRows]
+    pairs: PairRows
 
     @property
     def is_decode(self) -> Tensor:
         """[T] bool: the only row of its sequence and not its first token."""
-        return (self.first == self.last) & (self.positions > 0) & ~self.is_padding
+        counts = self.sequence_starts.diff()[self.row_sequence]
+        return (counts == 1) & (self.positions > 0) & ~self.is_padding
 
 
 def build_step_rows(
     inputs: ForwardInputs,
     caches: Caches,
-    ahead: SideStream,
     *,
     window: int,
-    window_frequencies: Tensor,
-    compressed_frequencies: Tensor,
+    frequencies: Tensor,
     window_starts: Tensor | None = None,
 ) -> StepRows:
-    """Build the lists; rows of a sequence are at consecutive positions. Those of `compressed` are made `ahead`.
+    """Build the lists; rows of a sequence are at consecutive positions. `frequencies` as for `step_ops.ListRows`.
 
     `window_starts` [B]: no window sees an earlier position of its sequence; None: all of it may be seen.
     """
-    positions, sequence, real = inputs.positions, inputs.row_sequence, ~inputs.is_padding
-    slots = inputs.sequence_slots[sequence]
-    numbers = torch.arange(len(positions), device=positions.device)
-    first = positions - numbers + inputs.sequence_starts[sequence]
-    highest = positions.new_zeros(len(inputs.sequence_slots)).scatter_reduce(0, sequence, positions, "amax")
-    last = highest[sequence]
-    seen_from = torch.zeros_like(positions) if window_starts is None else window_starts[sequence]
-    ring = caches.layout.ring_length
-
-    def make_compressed() -> CompressedRows:
-        rotation = rotation_at(positions, compressed_frequencies)
-        entries = {1: _every_row(inputs, real, caches, rotation)}
-        if 2 in caches.layout.ratios.values():
-            entries[2] = _every_other_row(inputs, real, caches, compressed_frequencies)
-        return CompressedRows(entries, _pair_rows(positions, first, last, slots, real), rotation)
-
+    lists = inputs.kernels.list_rows(
+        inputs.positions,
+        inputs.row_sequence,
+        inputs.sequence_slots,
+        inputs.sequence_starts,
+        inputs.is_padding,
+        inputs.block_tables[GLOBAL_GROUP],
+        window_starts,
+        frequencies,
+        ListShapes(
+            window=window,
+            ring=caches.layout.ring_length,
+            ring_rows=len(caches.window[0]),
+            tokens_per_block=caches.tokens_per_block,
+            open_pairs=OPEN_PAIRS_PER_SLOT,
+        ),
+    )
+    in_window, in_entries, in_pairs = map(Rotation, lists.angles.cos(), lists.angles.sin())
     return StepRows(
-        row_sequence=sequence,
+        row_sequence=inputs.row_sequence,
         sequence_starts=inputs.sequence_starts,
         block_table=inputs.block_tables[GLOBAL_GROUP],
         is_padding=inputs.is_padding,
-        positions=positions,
-        first=first,
-        last=last,
-        window_rows=_window_rows(positions, seen_from, first, numbers, slots, real, window, caches),
-        ring_targets=torch.where(real & (positions > last - ring), slots * ring + positions % ring, -1),
-        window_rotation=rotation_at(positions, window_frequencies),
-        compressed=ahead.start(make_compressed),
-    )
-
-
-def _window_rows(
-    positions: Tensor,
-    seen_from: Tensor,
-    first: Tensor,
-    numbers: Tensor,
-    slots: Tensor,
-    real: Tensor,
-    window: int,
-    caches: Caches,
-) -> Tensor:
-    ring = caches.layout.ring_length
-    oldest = torch.maximum(positions - window + 1, seen_from)
-    wanted = oldest.unsqueeze(1) + torch.arange(window, device=positions.device)
-    own = wanted + (caches.window[0].shape[0] + numbers - positions).unsqueeze(1)
-    stored = (slots * ring).unsqueeze(1) + wanted % ring
-    rows = torch.where(wanted >= first.unsqueeze(1), own, stored)
-    newest = torch.where(real, positions, -1)
-    return torch.where(wanted <= newest.unsqueeze(1), rows, -1)
-
-
-def _every_row(inputs: ForwardInputs, real: Tensor, caches: Caches, rotation: Rotation) -> EntryRows:
-    """Ratio 1: every row closes an entry of its own position."""
-    rows = _pool_rows(inputs, inputs.positions, caches.tokens_per_block)
-    return EntryRows(
-        visible=torch.where(real, inputs.positions + 1, 0), targets=torch.where(real, rows, -1), rotation=rotation
-    )
-
-
-def _every_other_row(inputs: ForwardInputs, real: Tensor, caches: Caches, frequencies: Tensor) -> EntryRows:
-    """Ratio 2: rows at odd positions close an entry."""
-    entries = inputs.positions // 2
-    closes = inputs.positions % 2
-    rows = _pool_rows(inputs, entries, caches.tokens_per_block // 2)
-    return EntryRows(
-        visible=torch.where(real, entries + closes, 0),
-        targets=torch.where(real & (closes == 1), rows, -1),
-        rotation=rotation_at(entries * 2, frequencies),
-    )
-
-
-def _pool_rows(inputs: ForwardInputs, entries: Tensor, entries_per_block: int) -> Tensor:
-    """Pool rows [T] of one entry of each row's own sequence."""
-    blocks = inputs.block_tables[GLOBAL_GROUP][inputs.row_sequence, entries // entries_per_block]
-    return blocks * entries_per_block + entries % entries_per_block
-
-
-def _pair_rows(positions: Tensor, first: Tensor, last: Tensor, slots: Tensor, real: Tensor) -> PairRows:
-    ring_rows = slots * OPEN_PAIRS_PER_SLOT + positions // 2 % OPEN_PAIRS_PER_SLOT
-    kept = real & (positions % 2 == 0) & (positions > last - 2 * OPEN_PAIRS_PER_SLOT)
-    return PairRows(
-        first_rows=torch.where(real & (positions == first), ring_rows, -1), targets=torch.where(kept, ring_rows, -1)
+        positions=inputs.positions,
+        window_rows=lists.window_rows,
+        ring_targets=lists.ring_targets,
+        window_rotation=in_window,
+        compressed_rotation=in_entries,
+        entries={
+            1: EntryRows(lists.visible[0], lists.targets[0], in_entries),
+            2: EntryRows(lists.visible[1], lists.targets[1], in_pairs),
+        },
+        pairs=PairRows(lists.pair_first_rows, lists.pair_targets),
     )

@@ -12,6 +12,7 @@ OTHER: Final = "other"
 
 # the first pattern that is found decides
 _KINDS: Final = (
+    (r"^_step_", "rows of a step and their lists"),
     (r"fp8_gemm.*?\D0, 0u, [1-9]\d*u, [1-9]\d*u, [1-9]|_grouped_", "routed experts"),
     (r"fp8_gemm", "FP8 linears"),
     (r"bf16_gemm", "attention output by groups"),
