@@ -74,31 +74,15 @@ def check_cast(bench: Bench) -> None:
 
 def check_casts_ahead(bench: Bench) -> None:
     """Casts of what a sublayer reads are those that its readers would make, and give their products the same bits."""
-    sizes, kernels = replace(bench.sizes, hidden=2176, expert_width=128), bench.kernels
+    _advanced(bench, 2176)
+    sizes, kernels = replace(bench.sizes, hidden=256, expert_width=128), bench.kernels
     bench = Bench(kernels, sizes, bench.device, seed=bench.seed)
-    num_rows, width = sizes.rows, sizes.hidden
-    streams, y = bench.wide(4 * num_rows, width).view(num_rows, 4, width), bench.normal(num_rows, width)
-    post, pre = (bench.normal(num_rows, 4, dtype=torch.float32) for _ in range(2))
-    mix, norm = bench.normal(num_rows, 4, 4, dtype=torch.float32), bench.normal(width)
-    rows = ExpertRows(bench.normal(3 * num_rows, width), bench.integers(-1, 3 * num_rows, num_rows, sizes.chosen))
-    for output in (y, ExpertSum(rows, y)):
-        results = [
-            kernels.advance_streams(streams, output, post, mix, pre, norm, epsilon=1e-6, with_cast=with_cast)
-            for with_cast in (True, False)
-        ]
-        (updated, hidden), (plain_updated, plain) = results
-        same(updated, plain_updated)
-        same(hidden.values, plain.values)
-        assert hidden.cast is not None
-        assert plain.cast is None
-        wanted = cast_rows(plain.values)
-        used = width + width // 128
-        same(hidden.cast.packed[:, :used], wanted.packed[:, :used])
-        same(hidden.cast.scales, wanted.scales)
+    hidden = _advanced(bench, sizes.hidden)
+    plain = Activations(hidden.values)
     linear, experts = kernels.quantized_linear, kernels.expert_mlp
-    weight = linear.prepare(*fp8_matrix(bench, 192, width))
+    weight = linear.prepare(*fp8_matrix(bench, 192, sizes.hidden))
     same(linear(hidden.values, weight, cast=hidden.cast), linear(plain.values, weight))
-    ids, factor = bench.integers(-1, 2, num_rows, 2), bench.normal(num_rows, 2, dtype=torch.float32)
+    ids, factor = bench.integers(-1, 2, sizes.rows, 2), bench.normal(sizes.rows, 2, dtype=torch.float32)
     for few_rows in (False, True):
         prepared = experts.prepare(*fp4_experts(bench, 2), few_rows=few_rows)
         answers = []
@@ -106,11 +90,31 @@ def check_casts_ahead(bench: Bench) -> None:
             done = experts(experts.pack(activations, prepared), ids, factor, prepared, limit=10.0)
             answers.append(done.values[done.places[ids >= 0].long()])
         same(*answers)
-    narrow = kernels.advance_streams(
-        streams[..., :96].contiguous(), y[:, :96].contiguous(), post, mix, pre, norm[:96].contiguous(),
-        epsilon=1e-6, with_cast=True,
-    )  # fmt: skip
-    assert narrow[1].cast is None, "groups of 128 columns"
+
+
+def _advanced(bench: Bench, width: int) -> Activations:
+    """What the next sublayer reads, its cast compared with one made afterwards; other widths get none."""
+    num_rows, num_chosen = bench.sizes.rows, bench.sizes.chosen
+    streams, y = bench.wide(4 * num_rows, width).view(num_rows, 4, width), bench.normal(num_rows, width)
+    post, pre = (bench.normal(num_rows, 4, dtype=torch.float32) for _ in range(2))
+    mix, norm = bench.normal(num_rows, 4, 4, dtype=torch.float32), bench.normal(width)
+    rows = ExpertRows(bench.normal(3 * num_rows, width), bench.integers(-1, 3 * num_rows, num_rows, num_chosen))
+    for output in (y, ExpertSum(rows, y)):
+        (updated, hidden), (plain_updated, plain) = (
+            bench.kernels.advance_streams(streams, output, post, mix, pre, norm, epsilon=1e-6, with_cast=with_cast)
+            for with_cast in (True, False)
+        )
+        same(updated, plain_updated)
+        same(hidden.values, plain.values)
+        assert hidden.cast is not None
+        assert plain.cast is None
+        wanted, used = cast_rows(plain.values), width + width // 128
+        same(hidden.cast.packed[:, :used], wanted.packed[:, :used])
+        same(hidden.cast.scales, wanted.scales)
+    streams, y, norm = streams[..., :96].contiguous(), y[:, :96].contiguous(), norm[:96].contiguous()
+    _, narrow = bench.kernels.advance_streams(streams, y, post, mix, pre, norm, epsilon=1e-6, with_cast=True)
+    assert narrow.cast is None, "a group has 128 columns"
+    return hidden
 
 
 def check_uneven_experts(bench: Bench) -> None:
