@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.exchanges import Exchange, answers_of, arrivals, combined, exchange_of
+from support.exchanges import Exchange, answers_of, arrivals, combined, exchange_of, returns_bytes
 from support.processes import run_ranks
 
 from deepinfer.distributed.dispatchers import open_dispatchers
@@ -47,6 +47,10 @@ def _worker(groups: ProcessGroups, _: None) -> list[str]:
             for what, a, b in zip(("there", "back"), got, wanted, strict=True)
             if not torch.equal(a, b)
         ]
+    for num_rows in (96, 40 * rank):
+        given = {"width": 5248, "answer_width": WIDTH, "columns": COLUMNS, "num_experts": EXPERTS}
+        if not returns_bytes(push, num_rows, device=f"cuda:{rank}", **given):
+            faults.append(f"bytes of {num_rows} rows")
     faults += _replay(groups, push, dispatchers.recording, device)
     dispatchers.check()
     return faults

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepinfer.distributed.token_dispatcher import Dispatched
+from deepinfer.distributed.token_dispatcher import Dispatched, TokenDispatcher
 from deepinfer.kernels.ops import ExpertRows
 
 EXPERTS = 7
@@ -63,6 +63,28 @@ def combined(returned: ExpertRows) -> torch.Tensor:
     """[T, K, D], zeros where nothing was sent."""
     values = torch.cat((returned.values, returned.values.new_zeros(1, returned.values.shape[1])))
     return values[returned.places]
+
+
+def returns_bytes(
+    dispatcher: TokenDispatcher,
+    num_rows: int,
+    *,
+    width: int,
+    answer_width: int,
+    columns: int,
+    num_experts: int,
+    device: str = "cpu",
+) -> bool:
+    """Rows of `width` bytes go out, shorter than answers are; each answer is the first bytes of the row as bf16."""
+    numbers = torch.arange(num_rows * width, device=device).view(num_rows, width)
+    rows = (numbers * 5 + numbers // 256 + dispatcher.rank).to(torch.uint8)
+    expert_ids = torch.arange(columns * num_rows, device=device).view(num_rows, columns) % num_experts
+    arrived = dispatcher.dispatch(rows, expert_ids, torch.ones(num_rows, columns, device=device))
+    places = torch.arange(arrived.expert_ids.numel(), device=device).view_as(arrived.expert_ids)
+    copies = arrived.expert_ids.shape[1]
+    answers = arrived.rows[:, :answer_width].bfloat16().repeat_interleave(copies, 0)
+    returned = combined(dispatcher.combine(ExpertRows(answers, places), arrived))
+    return torch.equal(returned, rows[:, :answer_width].bfloat16().unsqueeze(1).expand(-1, columns, -1))
 
 
 def arrivals(sent: Dispatched) -> torch.Tensor:

@@ -14,7 +14,16 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
-from support.exchanges import EXPERTS, Exchange, answers_of, arrivals, combined, exchange_of, expected_arrivals
+from support.exchanges import (
+    EXPERTS,
+    Exchange,
+    answers_of,
+    arrivals,
+    combined,
+    exchange_of,
+    expected_arrivals,
+    returns_bytes,
+)
 
 from deepinfer.distributed.peer_memory import PeerMemory
 from deepinfer.distributed.push_dispatcher import PushDispatcher, PushLink
@@ -45,17 +54,6 @@ def _look_up(dispatcher: PushDispatcher, num_rows: int) -> bool:
     return torch.equal(returned.values, (numbers % 251).to(torch.uint8).expand(-1, 20))
 
 
-def _short_rows(dispatcher: PushDispatcher, num_rows: int) -> bool:
-    """Rows of bytes, shorter than the buffers have room for; the experts answer with half of each as bf16."""
-    rows = (torch.arange(num_rows * 16).view(num_rows, 16) * 5 + dispatcher.rank).to(torch.uint8)
-    expert_ids = torch.arange(3 * num_rows).view(num_rows, 3) % EXPERTS
-    arrived = dispatcher.dispatch(rows, expert_ids, torch.ones(num_rows, 3))
-    numbers = torch.arange(arrived.expert_ids.numel()).view_as(arrived.expert_ids)
-    answers = arrived.rows[:, :12].bfloat16().repeat_interleave(3, 0)
-    returned = combined(dispatcher.combine(ExpertRows(answers, numbers), arrived))
-    return torch.equal(returned, rows[:, :12].bfloat16().unsqueeze(1).expand(-1, 3, -1))
-
-
 def _link(memories: list[torch.Tensor], rank: int, timeout_seconds: float) -> PushLink:
     peers = torch.tensor([memory.data_ptr() for memory in memories])
     memory = PeerMemory(memories[rank], peers)
@@ -82,7 +80,7 @@ def _faults(rank: int, memories: list[torch.Tensor], ready: Any) -> list[str]:
             faults.append(f"rank {rank} step {step}: others came back")
         if not _look_up(dispatcher, 2 * num_rows):
             faults.append(f"rank {rank} look-up {step}")
-        if not _short_rows(dispatcher, num_rows):
+        if not returns_bytes(dispatcher, num_rows, width=16, answer_width=12, columns=3, num_experts=EXPERTS):
             faults.append(f"rank {rank} short rows {step}")
         link.check()
     return faults
