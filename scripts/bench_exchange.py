@@ -1,8 +1,9 @@
 """Measure the exchange of rows between the GPUs of one host: `python scripts/bench_exchange.py [--ranks 2]`.
 
 One process a GPU. For each number of rows a rank: microseconds of dispatch and combine inside a CUDA graph, the bytes
-that leave a GPU and their speed, a plain copy of as many bytes to the peer, and NCCL's all-to-all of them. Routing is
-random over 384 experts, 6 of them a row, as in the released model. NVLink multicast stays off.
+that leave a GPU and their speed, a plain copy of as many bytes to the peer, and NCCL's all-to-all of them. Rows go out
+in FP8 with their scales, then in bf16; answers come back in bf16. Routing is random over 384 experts, 6 of them a row,
+as in the released model. NVLink multicast stays off.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from deepinfer.distributed.peer_memory import PeerMemory
 from deepinfer.distributed.process_groups import Group, ProcessGroups, open_store
 from deepinfer.distributed.push_dispatcher import PushDispatcher, open_link
 from deepinfer.distributed.token_dispatcher import ExchangeShape
+from deepinfer.kernels.nvidia.casts import cast_rows
 from deepinfer.kernels.ops import ExpertRows
 
 _WIDTH, _COLUMNS, _EXPERTS = 5120, 6, 384
@@ -60,10 +62,12 @@ class _Bench:
             raise SystemExit("these GPUs can't write each other's memory")
         self.link, self.dispatcher = link, PushDispatcher(link, _EXPERTS)
 
-    def measure(self, num_rows: int) -> str:
+    def measure(self, num_rows: int, *, is_cast: bool) -> str:
         """A line for exchanges of `num_rows` rows a rank."""
         generator = torch.Generator().manual_seed(self.dispatcher.rank)
         rows = torch.randn(num_rows, _WIDTH, generator=generator).bfloat16().to(self.device)
+        if is_cast:
+            rows = cast_rows(rows).packed
         ids = torch.rand(num_rows, _EXPERTS, generator=generator).argsort(1)[:, :_COLUMNS].contiguous().to(self.device)
         weights = torch.rand(num_rows, _COLUMNS, generator=generator).to(self.device)
         arrived = self.dispatcher.dispatch(rows, ids, weights)
@@ -87,14 +91,15 @@ class _Bench:
         sent = sum(int((owners == peer).any(1).sum()) for peer in range(num_ranks) if peer != rank)
         answered = int((owners != rank).sum())
         return (
-            f"{num_rows} rows: dispatch {out_us:.1f} us ({sent} rows, {sent * _WIDTH * 2 / out_us / 1e3:.0f} GB/s), "
+            f"{num_rows} rows in {'FP8' if is_cast else 'bf16'}: "
+            f"dispatch {out_us:.1f} us ({sent} rows, {sent * rows[0].nbytes / out_us / 1e3:.0f} GB/s), "
             f"combine {both_us - out_us:.1f} us ({answered} rows, "
             f"{answered * _WIDTH * 2 / (both_us - out_us) / 1e3:.0f} GB/s), both {both_us:.1f} us"
         )
 
     def all_to_all(self, num_rows: int) -> str:
-        """NCCL with fixed sizes: as many bytes as `num_rows` rows to each rank of their experts, and the answers."""
-        rows = torch.zeros(num_rows, _WIDTH, dtype=torch.bfloat16, device=self.device)
+        """NCCL with fixed sizes: as many bytes as `num_rows` cast rows to each rank, and the answers."""
+        rows = cast_rows(torch.zeros(num_rows, _WIDTH, dtype=torch.bfloat16, device=self.device)).packed
         answers = torch.zeros(num_rows * _COLUMNS, _WIDTH, dtype=torch.bfloat16, device=self.device)
         times = []
         for sent in (rows.repeat(self.dispatcher.num_ranks, 1), answers):
@@ -135,7 +140,8 @@ def _rank(rank: int, num_ranks: int, port: int, sizes: list[int]) -> None:
 
     say(f"{type(bench.dispatcher).__name__} on {num_ranks} x {torch.cuda.get_device_name()}")
     for size in sizes:
-        say(bench.measure(size))
+        for is_cast in (True, False):
+            say(bench.measure(size, is_cast=is_cast))
     say(_peer_copy(bench.link.memory, groups.sync))
     os.environ.update(NCCL_NVLS_ENABLE="0")
     dist.init_process_group("nccl", store=groups.store, rank=rank, world_size=num_ranks, device_id=device)
