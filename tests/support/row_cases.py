@@ -145,8 +145,13 @@ def _advance_streams(bench: Bench) -> Run:
         rest = post[rows], mix[rows], pre[rows], weight
         outputs = y[rows], ExpertSum(ExpertRows(parts, places[rows]), y[rows])
         advance = bench.kernels.advance_streams
-        results = [advance(streams[rows], output, *rest, epsilon=1e-6) for output in outputs]
-        return [part for updated, hidden in results for part in (updated, hidden.values)]
+        found = []
+        for output in outputs:
+            updated, read = advance(streams[rows], output, *rest, epsilon=1e-6, with_cast=True)
+            found += [updated, read.values]
+            if read.cast is not None:
+                found += [read.cast.packed[:, : hidden + hidden // 128], read.cast.scales]
+        return found
 
     return run
 
