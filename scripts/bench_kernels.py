@@ -134,14 +134,13 @@ def linear_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
     moved = 2 * (size + x.numel() + rows * GROUPS * OUT_RANK)
     yield Case("grouped_linear wo_a", lambda: kernels.grouped_linear(x, grouped), moved, 2.0 * rows * size)
     hidden = normal(rows, HIDDEN)
-    for name, n, dtype in (("router", EXPERTS, torch.float32), ("compressor", HEAD_DIM, torch.float32)):
-        weight = kernels.linear.prepare(normal(n, HIDDEN))
-        yield Case(
-            f"linear {name} {HIDDEN}->{n}",
-            lambda weight=weight, dtype=dtype: kernels.linear(hidden, weight, out_dtype=dtype),
-            2 * n * HIDDEN + 2 * rows * HIDDEN + 4 * rows * n,
-            2.0 * rows * n * HIDDEN,
-        )
+    compressor = kernels.linear.prepare(normal(HEAD_DIM, HIDDEN))
+    yield Case(
+        f"linear compressor {HIDDEN}->{HEAD_DIM}",
+        lambda: kernels.linear(hidden, compressor, out_dtype=torch.float32),
+        2 * HEAD_DIM * HIDDEN + 2 * rows * HIDDEN + 4 * rows * HEAD_DIM,
+        2.0 * rows * HEAD_DIM * HIDDEN,
+    )
     if rows <= 1024:
         head = kernels.linear.prepare(normal(VOCABULARY, HIDDEN))
         yield Case(
@@ -243,12 +242,14 @@ def kept_row_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
 
 def expert_cases(kernels: KernelSet, rows: int) -> Iterator[Case]:
     """Routing and experts: six local experts of `rows` rows each, as in decode over 64 ranks."""
-    logits, bias = normal(rows, EXPERTS, dtype=torch.float32), torch.zeros(EXPERTS, device="cuda")
+    hidden, bias = normal(rows, HIDDEN), torch.zeros(EXPERTS, device="cuda")
+    router = kernels.route_tokens.prepare(normal(EXPERTS, HIDDEN))
     padding = torch.zeros(rows, dtype=torch.bool, device="cuda")
     yield Case(
         "route_tokens",
-        lambda: kernels.route_tokens(logits, bias, padding, num_chosen=CHOSEN, scale=1.5),
-        4 * logits.numel(),
+        lambda: kernels.route_tokens(hidden, router, bias, padding, num_chosen=CHOSEN, scale=1.5),
+        2 * (EXPERTS + rows) * HIDDEN,
+        2.0 * rows * EXPERTS * HIDDEN,
     )
     prepared = kernels.expert_mlp.prepare(*released_experts(LOCAL_EXPERTS))
     expert_ids = torch.arange(LOCAL_EXPERTS * rows, device="cuda").unsqueeze(1) % LOCAL_EXPERTS

@@ -398,14 +398,17 @@ class SparseAttention(Protocol):
 
 
 class RouteTokens(Protocol):
-    """Choose experts: s = sqrt(softplus(logits)), the k largest of s + bias, ties to the lower id.
+    """Choose experts: s = sqrt(softplus(hidden router^T)), the k largest of s + bias, ties to the lower id.
 
-    `logits` float32 [T, E], `bias` float32 [E]. Returns ids [T, k] int64 ascending and weights [T, k] float32 =
-    s / (sum of the chosen s + 1e-20) * `scale`. Rows of `is_padding` [T] bool choose nobody: their ids are -1.
+    `hidden` [T, D] model dtype, `router` [E, D] bf16: products and sums in float32; `bias` float32 [E]. Returns ids
+    [T, k] int64 ascending and weights [T, k] float32 = s / (sum of the chosen s + 1e-20) * `scale`.
+    Rows of `is_padding` [T] bool choose nobody: their ids are -1.
     """
 
+    def prepare(self, router: Tensor) -> Any: ...
+
     def __call__(
-        self, logits: Tensor, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
+        self, hidden: Tensor, router: Any, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
     ) -> tuple[Tensor, Tensor]: ...
 
 

@@ -58,9 +58,9 @@ def test_mix_columns_add_up_to_one_and_streams_follow_the_formula() -> None:
 
 
 def test_routing_selects_with_the_bias_and_weighs_without_it() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, -200.0]])
-    bias = torch.tensor([10.0, 0.0, 0.0, 0.0, 0.0])
-    ids, weights = KERNELS.route_tokens(logits, bias, torch.zeros(1, dtype=torch.bool), num_chosen=2, scale=1.5)
+    router = KERNELS.route_tokens.prepare(torch.tensor([[0.0], [1.0], [2.0], [3.0], [-200.0]]).bfloat16())
+    bias, nobody = torch.tensor([10.0, 0.0, 0.0, 0.0, 0.0]), torch.zeros(1, dtype=torch.bool)
+    ids, weights = KERNELS.route_tokens(torch.ones(1, 1), router, bias, nobody, num_chosen=2, scale=1.5)
     assert ids.tolist() == [[0, 3]]
     scores = torch.log1p(torch.exp(torch.tensor([[0.0, 3.0]]))).sqrt()
     close(weights, scores / scores.sum() * 1.5)
@@ -68,7 +68,8 @@ def test_routing_selects_with_the_bias_and_weighs_without_it() -> None:
 
 def test_routing_ties_go_to_the_lower_expert() -> None:
     padding = torch.tensor([False, True])
-    ids, weights = KERNELS.route_tokens(torch.zeros(2, 9), torch.zeros(9), padding, num_chosen=3, scale=1.0)
+    router = KERNELS.route_tokens.prepare(torch.ones(9, 4).bfloat16())
+    ids, weights = KERNELS.route_tokens(torch.zeros(2, 4), router, torch.zeros(9), padding, num_chosen=3, scale=1.0)
     assert ids.tolist() == [[0, 1, 2], [-1, -1, -1]]
     close(weights[0], torch.full((3,), 1 / 3))
 

@@ -9,6 +9,7 @@ from support.expert_layout_case import check_expert_layout
 from support.flat_pool_case import check_flat_pool
 from support.fp4_tiles_case import check_fp4_tiles
 from support.op_cases import Bench, Check, close, fp4_experts, fp8_matrix, same
+from support.router_case import check_router
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.cast_rows import place_rows, unpack_rows
@@ -216,4 +217,5 @@ CHECKS: dict[str, Check] = {
     "flat_pool": check_flat_pool,
     "block_sizes": check_block_sizes,
     "expert_layout": check_expert_layout,
+    "router": check_router,
 }

@@ -276,13 +276,13 @@ def _sparse_attention(bench: Bench) -> Run:
 
 
 def _route_tokens(bench: Bench) -> Run:
-    logits = bench.normal(NUM_ROWS, bench.sizes.experts, dtype=torch.float32, scale=4)
-    logits[:, 1::3] = logits[:, 0::3][:, : logits[:, 1::3].shape[1]]
-    bias = bench.normal(bench.sizes.experts, dtype=torch.float32, scale=0.1)
+    sizes, route = bench.sizes, bench.kernels.route_tokens
+    hidden = bench.normal(NUM_ROWS, sizes.hidden, dtype=bench.kernels.numerics.dtype)
+    weight = bench.normal(sizes.experts, sizes.hidden, scale=4 * sizes.hidden**-0.5)
+    weight[1::3] = weight[0::3][: len(weight[1::3])]
+    router, bias = route.prepare(weight), bench.normal(sizes.experts, dtype=torch.float32, scale=0.1)
     padding = bench.integers(0, 2, NUM_ROWS) == 0
-    return lambda rows: list(
-        bench.kernels.route_tokens(logits[rows], bias, padding[rows], num_chosen=bench.sizes.chosen, scale=1.5)
-    )
+    return lambda rows: list(route(hidden[rows], router, bias, padding[rows], num_chosen=sizes.chosen, scale=1.5))
 
 
 def _expert_mlp(bench: Bench) -> Run:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
+from deepinfer.kernels.nvidia.router_product import router_parts
 
 _LOWEST = tl.constexpr(-(2**31))  # below the key of every number
 
@@ -38,7 +39,9 @@ def _route_kernel(
     padding_ptr,
     ids_ptr,
     weights_ptr,
+    part_stride,
     scale,
+    PARTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -48,7 +51,10 @@ def _route_kernel(
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
     inside = experts < EXPERTS
-    logits = tl.load(logits_ptr + row * EXPERTS + experts, mask=inside, other=0.0)
+    logits_ptr += row * EXPERTS + experts
+    logits = tl.load(logits_ptr, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        logits += tl.load(logits_ptr + part * part_stride, mask=inside, other=0.0)
     scores = tl.sqrt_rn(_softplus(logits))
     biased = scores + tl.load(bias_ptr + experts, mask=inside, other=0.0)
     keys = _order_key(tl.where(biased == biased, biased, float("-inf")))  # unusable rows still get ids in range
@@ -74,31 +80,47 @@ def _route_kernel(
     tl.store(weights_ptr + place, weight, mask=used)
 
 
+def choose_experts(
+    parts: Tensor, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The choice of `ops.RouteTokens` from logits in float32 parts [P, T, E], which are added in their order.
+
+    The sum of the chosen scores runs from the best expert down.
+    """
+    num_parts, num_rows, num_experts = parts.shape
+    ids = torch.empty(num_rows, num_chosen, dtype=torch.int64, device=parts.device)
+    weights = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=parts.device)
+    if num_rows:
+        _route_kernel[(num_rows,)](
+            parts.contiguous(),
+            bias,
+            is_padding.contiguous().view(torch.uint8),
+            ids,
+            weights,
+            num_rows * num_experts,
+            scale,
+            PARTS=num_parts,
+            EXPERTS=num_experts,
+            CHOSEN=num_chosen,
+            BLOCK=triton.next_power_of_2(num_experts),
+            SLOTS=triton.next_power_of_2(num_chosen),
+            num_warps=1,
+        )
+    return ids, weights
+
+
 @dataclass(slots=True, frozen=True)
 class RouteTokens:
-    """`ops.RouteTokens`; the sum of the chosen scores runs from the best expert down."""
+    """`ops.RouteTokens`; the prepared router is bf16 [E, D]."""
+
+    def prepare(self, router: Tensor) -> Tensor:
+        return router
 
     def __call__(
-        self, logits: Tensor, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
+        self, hidden: Tensor, router: Tensor, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        num_rows, num_experts = logits.shape
-        ids = torch.empty(num_rows, num_chosen, dtype=torch.int64, device=logits.device)
-        weights = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=logits.device)
-        if num_rows:
-            _route_kernel[(num_rows,)](
-                logits.contiguous(),
-                bias,
-                is_padding.contiguous().view(torch.uint8),
-                ids,
-                weights,
-                scale,
-                EXPERTS=num_experts,
-                CHOSEN=num_chosen,
-                BLOCK=triton.next_power_of_2(num_experts),
-                SLOTS=triton.next_power_of_2(num_chosen),
-                num_warps=1,
-            )
-        return ids, weights
+        parts = router_parts(hidden, router)
+        return choose_experts(parts, bias, is_padding, num_chosen=num_chosen, scale=scale)
 
 
 IMPLEMENTATIONS = (triton_kernel("route_tokens", lambda _: RouteTokens()),)

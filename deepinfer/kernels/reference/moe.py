@@ -11,19 +11,22 @@ from deepinfer.kernels.ops import Activations, ExpertRows, Numerics
 from deepinfer.kernels.reference.abilities import implementation
 from deepinfer.kernels.reference.elementwise import softplus
 from deepinfer.kernels.reference.gemm import activation_values
-from deepinfer.kernels.reference.matmul import ROW_TILE, matmul_tiles
+from deepinfer.kernels.reference.matmul import ROW_TILE, matmul_rows, matmul_tiles
 from deepinfer.kernels.reference.quantize import dequantize_fp4
 from deepinfer.kernels.reference.swiglu import SwiGLU
 
 
 @dataclass(slots=True, frozen=True)
 class RouteTokens:
-    """`ops.RouteTokens`; the sum of the chosen scores runs from the best expert down."""
+    """`ops.RouteTokens`; the sum of the chosen scores runs from the best expert down. The router becomes float32."""
+
+    def prepare(self, router: Tensor) -> Tensor:
+        return router.float()
 
     def __call__(
-        self, logits: Tensor, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
+        self, hidden: Tensor, router: Tensor, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        scores = torch.sqrt(softplus(logits))
+        scores = torch.sqrt(softplus(matmul_rows(hidden.float(), router)))
         order = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :num_chosen]
         chosen = scores.gather(1, order)
         total = chosen[:, 0]

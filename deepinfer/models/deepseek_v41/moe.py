@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
@@ -38,7 +37,7 @@ class MixtureOfExperts:
         experts, shared = weights.experts, weights.shared
         self.kernels, self.side, self.limit = kernels, side, config.swiglu_limit
         self.num_chosen, self.scale = num_chosen, config.routed_scaling_factor
-        self.router, self.bias = kernels.linear.prepare(weights.gate_weight), weights.gate_bias
+        self.router, self.bias = kernels.route_tokens.prepare(weights.gate_weight), weights.gate_bias
         self.experts = kernels.expert_mlp.prepare(
             experts.w1,
             experts.w1_scale,
@@ -54,9 +53,8 @@ class MixtureOfExperts:
         """Return a sum [T, D] from the normalised input `hidden` [T, D]; a collective of the expert-parallel group."""
         kernels = self.kernels
         shared = self.side.start(lambda: self._shared(hidden))
-        logits = kernels.linear(hidden.values, self.router, out_dtype=torch.float32)
         expert_ids, weights = kernels.route_tokens(
-            logits, self.bias, is_padding, num_chosen=self.num_chosen, scale=self.scale
+            hidden.values, self.router, self.bias, is_padding, num_chosen=self.num_chosen, scale=self.scale
         )
         packed = kernels.expert_mlp.pack(hidden, self.experts)
         arrived = dispatcher.dispatch(packed, expert_ids, weights)
