@@ -96,9 +96,9 @@ class PushLink:
 
 @dataclass(slots=True, frozen=True)
 class _Sent:
-    """What `combine` must know of a dispatch: `expert_ids` [T, K] as they were given."""
+    """What `combine` must know of a dispatch: `answers` [T, K], see `push_rows`."""
 
-    expert_ids: torch.Tensor
+    answers: torch.Tensor
     region: Region
 
 
@@ -128,7 +128,7 @@ class PushDispatcher:
         row_bytes = rows.shape[1] * rows.element_size()
         region = link.region_for(columns, row_bytes)
         assert len(rows) <= region.shape.max_rows, f"{len(rows)} rows, but room for {region.shape.max_rows}"
-        push_rows(
+        answers = push_rows(
             rows,
             expert_ids,
             weights,
@@ -150,7 +150,7 @@ class PushDispatcher:
             rows=own[region.rows :][: places * row_bytes].view(rows.dtype).view(places, rows.shape[1]),
             expert_ids=arrived_ids,
             weights=own[region.weights :][: places * columns * WEIGHT_BYTES].view(torch.float32).view(places, columns),
-            handle=_Sent(expert_ids, region),
+            handle=_Sent(answers, region),
         )
 
     def combine(self, expert_rows: ExpertRows, dispatched: Dispatched) -> ExpertRows:
@@ -169,10 +169,9 @@ class PushDispatcher:
             active=link.is_active,
         )
         link.meet()
-        count = sent.expert_ids.numel()
+        count = sent.answers.numel()
         answers = link.memory.own[sent.region.answers :][: count * answer_bytes].view(values.dtype)
-        numbers = torch.arange(count, device=values.device).view_as(sent.expert_ids)
-        return ExpertRows(answers.view(count, values.shape[1]), torch.where(sent.expert_ids < 0, -1, numbers))
+        return ExpertRows(answers.view(count, values.shape[1]), sent.answers)
 
 
 def open_link(

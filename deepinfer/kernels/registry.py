@@ -20,6 +20,7 @@ _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
     "reference": (
         "deepinfer.kernels.reference.attention",
         "deepinfer.kernels.reference.cache",
+        "deepinfer.kernels.reference.draft_rows",
         "deepinfer.kernels.reference.engram",
         "deepinfer.kernels.reference.gemm",
         "deepinfer.kernels.reference.hyper_connection",
@@ -33,6 +34,7 @@ _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
         "deepinfer.kernels.nvidia.advance",
         "deepinfer.kernels.nvidia.attention",
         "deepinfer.kernels.nvidia.cache",
+        "deepinfer.kernels.nvidia.draft_rows",
         "deepinfer.kernels.nvidia.engram",
         "deepinfer.kernels.nvidia.experts",
         "deepinfer.kernels.nvidia.gemm",
@@ -151,6 +153,9 @@ class KernelSet:
     lay_out_rows: step_ops.LayOutRows
     list_rows: step_ops.ListRows
     token_history: step_ops.TokenHistory
+    accept_rows: step_ops.AcceptRows
+    write_tokens: step_ops.WriteTokens
+    draft_blocks: step_ops.DraftBlocks
 
     def describe(self) -> dict[str, str]:
         """Return op -> backend, for logs, digests and bug reports."""

@@ -36,18 +36,15 @@ class RowLayout:
 
 
 @dataclass(slots=True, frozen=True)
-class ListShapes:
-    """What row lists are made for: `window` positions are seen, of which a `ring` keeps the last of a slot.
+class RingShapes:
+    """Rings of keys: a row sees `window` positions; a slot's ring holds the last `ring` of them, all rings `ring_rows`.
 
-    Behind the `ring_rows` rows of all rings stand the step's own. `tokens_per_block` of the block table; `open_pairs`
-    are kept of a slot.
+    The rows of a pass stand behind the rings.
     """
 
     window: int
     ring: int
     ring_rows: int
-    tokens_per_block: int
-    open_pairs: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,7 +95,8 @@ class ListRows(Protocol):
 
     `positions`, `sequence` [T], `slots` [B], `starts` [B + 1], `is_padding` [T] as in `ForwardInputs`; `block_table`
     [B, n] int64. `seen_from` [B]: no window sees an earlier position of its sequence; None: all of it may be seen.
-    `frequencies` float32 [2, R / 2]: the window's, the compressed.
+    `frequencies` float32 [2, R / 2]: the window's, the compressed. `tokens_per_block` of the block table; a slot keeps
+    `open_pairs`.
     """
 
     def __call__(
@@ -111,7 +109,10 @@ class ListRows(Protocol):
         block_table: Tensor,
         seen_from: Tensor | None,
         frequencies: Tensor,
-        shapes: ListShapes,
+        shapes: RingShapes,
+        *,
+        tokens_per_block: int,
+        open_pairs: int,
     ) -> RowLists: ...
 
 
@@ -132,3 +133,83 @@ class TokenHistory(Protocol):
         length: int,
         pad_id: int,
     ) -> Tensor: ...
+
+
+@dataclass(slots=True, frozen=True)
+class AcceptedRows:
+    """Of S sequences: `token_ids` [S, width] int64 of their rows, of which the first `counts` [S] int64 are committed:
+    accepted drafts and one more, or 0 where the sequence had no rows. `failed` [S] bool: a committed row had failed.
+    """
+
+    token_ids: Tensor
+    counts: Tensor
+    failed: Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class BlockRows:
+    """Rows of B draft blocks of n: `token_ids` [B * n] int64, an anchor, then noise; `is_padding` [B * n] bool.
+
+    `window_rows` [B * n, window + n] int64: the ring rows of the context, ascending, -1 where there is none, the same
+    for every row of a block; then the block's own, `ring_rows + t` for row t of the pass. `angles` float32
+    [B * n, R / 2]: float32(position) * float32(frequency).
+    """
+
+    token_ids: Tensor
+    is_padding: Tensor
+    window_rows: Tensor
+    angles: Tensor
+
+
+class AcceptRows(Protocol):
+    """Accept the drafts of each sequence up to the first that is not the token chosen in its row.
+
+    By row [R]: `token_ids` int64, `failed` bool, whose drafts are refused, `drafts` int64. `own_rows` [S, width] int64:
+    the rows of each sequence; `num_drafts` [S] int64: -1 where it has none. Behind a sequence's last draft `drafts`
+    holds what is no token.
+    """
+
+    def __call__(
+        self, token_ids: Tensor, failed: Tensor, drafts: Tensor, own_rows: Tensor, num_drafts: Tensor
+    ) -> AcceptedRows: ...
+
+
+class WriteTokens(Protocol):
+    """Write `token_ids[i]` behind the tokens of `slots[i]`, in place; `token_ids` [n, w] int64, `slots` [n] int64.
+
+    `token_table` int32 [S, L]; `num_tokens`, `num_drafts` [S] int64. With `counts` [n] int64 that many more of the
+    tokens count as the slot's own, no drafts are left, and a slot without a count is left alone. Without, all of them
+    are drafts. Slot 0 stays as it is; the others differ where they are written.
+    """
+
+    def __call__(
+        self,
+        token_table: Tensor,
+        num_tokens: Tensor,
+        num_drafts: Tensor,
+        *,
+        slots: Tensor,
+        token_ids: Tensor,
+        counts: Tensor | None,
+    ) -> None: ...
+
+
+class DraftBlocks(Protocol):
+    """Rows of draft blocks of `size` behind `anchor_ids` at `anchor_positions` in `slots`, [B] int64; 0 is padding.
+
+    `starts` int64 [S]: positions below have no draft record. A window ends before the anchor for all rows: it does not
+    slide. `frequencies` float32 [R / 2].
+    """
+
+    def __call__(
+        self,
+        anchor_ids: Tensor,
+        anchor_positions: Tensor,
+        slots: Tensor,
+        *,
+        starts: Tensor,
+        frequencies: Tensor,
+        noise_id: int,
+        size: int,
+        shapes: RingShapes,
+    ) -> BlockRows: ...

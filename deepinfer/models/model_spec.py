@@ -90,15 +90,14 @@ class ForwardOutput:
 class DraftInputs:
     """What a draft pass reads, for B sequences of which every token before the anchor has run through the target.
 
-    `anchor_ids`, `anchor_positions` [B] int64: the last committed token, which has not run yet; `slots` [B] int64;
-    `is_padding` [B] bool: inert (slot 0, position 0), sent to no expert. `num_drafts`: how many drafts of a block are
-    wanted, the first ones. `dispatcher` serves the drafts' experts.
+    `anchor_ids`, `anchor_positions` [B] int64: the last committed token, which has not run yet; `slots` [B] int64: 0 is
+    inert, at position 0, and sent to no expert. `num_drafts`: how many drafts of a block are wanted, the first ones.
+    `dispatcher` serves the drafts' experts.
     """
 
     anchor_ids: torch.Tensor
     anchor_positions: torch.Tensor
     slots: torch.Tensor
-    is_padding: torch.Tensor
     num_drafts: int
     caches: Any
     dispatcher: TokenDispatcher

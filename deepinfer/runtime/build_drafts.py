@@ -12,6 +12,7 @@ from deepinfer.config import SpeculativeConfig
 from deepinfer.distributed.process_groups import ProcessGroups
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.errors import ConfigError
+from deepinfer.kernels.registry import KernelSet
 from deepinfer.log import get_logger
 from deepinfer.models.model_spec import DraftNetwork, DraftUse, ModelSpec
 from deepinfer.platforms.platform import Stream
@@ -66,6 +67,7 @@ def build_speculation(
     network: DraftNetwork | None,
     table: SlotTable,
     *,
+    kernels: KernelSet,
     caches: Any,
     dispatchers: Callable[[int], TokenDispatcher],
     make_drafter: MakeDrafter | None,
@@ -75,7 +77,7 @@ def build_speculation(
     `dispatchers(num_experts)` gives the draft stages' own dispatcher.
     """
     is_rejection = config.verifier == "rejection"
-    verifier = RejectionVerifier() if is_rejection else SharedNoiseVerifier()
+    verifier = (RejectionVerifier if is_rejection else SharedNoiseVerifier)(kernels.accept_rows)
     drafter: Drafter | None = None
     if make_drafter is not None and table.max_drafts > 0:
         drafter = make_drafter(table)

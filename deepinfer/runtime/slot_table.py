@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from deepinfer.kernels.ops import GumbelArgmax
+from deepinfer.kernels.reference.draft_rows import write_tokens as reference_write_tokens
 from deepinfer.kernels.reference.sampling import gumbel_argmax as reference_gumbel_argmax
+from deepinfer.kernels.step_ops import WriteTokens
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.protocol import SamplingParams
 from deepinfer.runtime.step_upload import Column
@@ -45,6 +47,7 @@ class SlotTable:
         device: torch.device,
         bad_word_ids: BadWordIds,
         gumbel_argmax: GumbelArgmax = reference_gumbel_argmax,
+        write_tokens: WriteTokens = reference_write_tokens,
         max_drafts: int = 0,
         keeps_draft_scores: bool = False,
     ) -> None:
@@ -74,6 +77,7 @@ class SlotTable:
         self.with_grammar: set[int] = set()
         self.num_blocks = {group.name: [0] * num_slots for group in paged}
         self._bad_word_ids = bad_word_ids
+        self._write_tokens = write_tokens
 
     def describe(self, plan: StepPlan) -> dict[str, Column]:
         """Take note of the admissions and grants of `plan` on the host; return what `apply` needs on the device."""
@@ -158,12 +162,7 @@ class SlotTable:
         `token_ids` [n, up to 1 + max_drafts] int64, `counts` [n] int64. The drafts that stood there are used up. Slots
         with a count differ; one without is left alone.
         """
-        real = torch.where(counts > 0, slots, 0)
-        columns = self.num_tokens[real, None] + torch.arange(token_ids.shape[1], device=self.device)
-        kept = torch.where(real[:, None] > 0, token_ids, 0).to(torch.int32)
-        self.token_table[real[:, None], columns] = kept
-        self.num_tokens[real] += counts
-        self.num_drafts.index_fill_(0, real, 0)
+        self._write(slots, token_ids, counts)
 
     def room_for_drafts(self, slots: torch.Tensor) -> torch.Tensor:
         """Return [n] int64: how many drafts a step can use, at most those that are there; -1: the sequence has ended.
@@ -179,14 +178,15 @@ class SlotTable:
 
     def put_drafts(self, slots: torch.Tensor, drafts: Drafts) -> None:
         """Leave `drafts` behind the committed tokens of `slots` [n]; slot 0 stays as it is."""
-        columns = self.num_tokens[slots, None] + torch.arange(self.max_drafts, device=self.device)
-        is_real = slots > 0
-        self.token_table[slots[:, None], columns] = torch.where(is_real[:, None], drafts.token_ids, 0).to(torch.int32)
-        self.num_drafts[slots] = torch.where(is_real, self.max_drafts, 0)
+        self._write(slots, drafts.token_ids, None)
         self.confidence[slots] = drafts.confidence
         if self.draft_scores is not None:
             assert drafts.scores is not None, "the drafter keeps no scores"
             self.draft_scores[slots] = drafts.scores
+
+    def _write(self, slots: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor | None) -> None:
+        places = self.token_table, self.num_tokens, self.num_drafts
+        self._write_tokens(*places, slots=slots, token_ids=token_ids, counts=counts)
 
     def block_rows(self, device_slots: torch.Tensor, slots: Sequence[int] | None) -> dict[str, torch.Tensor]:
         """Return, per paged group, [B, width] int64: the block tables of `device_slots` [B].

@@ -122,28 +122,34 @@ def _apply_rules_of(
     fell_back[own] = torch.where(is_own, is_empty, fell_back[own])
 
 
-def choose(
+def choose(scores: Tensor, failed: Tensor | None, rows: TokenRows, state: SamplingState) -> tuple[Tensor, Tensor]:
+    """Return the token ids [R] int64, 0 where a row failed, and which did: [R] bool.
+
+    `scores` [R, V] and `failed` as `process` returns them.
+    """
+    token_ids = draw(scores, rows, state)
+    if failed is None:
+        return token_ids.clamp_min(0), token_ids < 0
+    return token_ids.masked_fill(failed, 0), failed
+
+
+def draw(
     scores: Tensor,
-    failed: Tensor | None,
     rows: TokenRows,
     state: SamplingState,
     *,
     purpose: int = TOKEN_PURPOSE,
     bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the token ids [R] int64, 0 where a row failed, and which did: [R] bool.
+) -> Tensor:
+    """Return token ids [R] int64, -1 where a row's numbers are unusable: arg-max for greedy rows, else a draw.
 
-    Arg-max for greedy rows, else a draw with the noise of `purpose`. `scores` [R, V] and `failed` as `process` returns
-    them; `bias` [R, V] is added to the scores.
+    Its noise is that of `purpose`. `bias` [R, V] is added to the scores [R, V].
     """
     temperatures = state.temperatures[rows.slots]
     if rows.places(state.truncating):
         scores, bias = temper(scores if bias is None else scores + bias, rows, state), None
         temperatures = (temperatures != 0).to(torch.float32)
-    token_ids = state.gumbel_argmax(scores, rows.seeds, rows.positions, temperatures, purpose=purpose, bias=bias)
-    if failed is None:
-        return token_ids.clamp_min(0), token_ids < 0
-    return token_ids.masked_fill(failed, 0), failed
+    return state.gumbel_argmax(scores, rows.seeds, rows.positions, temperatures, purpose=purpose, bias=bias)
 
 
 def temper(scores: Tensor, rows: TokenRows, state: SamplingState) -> Tensor:

@@ -12,7 +12,7 @@ from deepinfer.distributed.token_dispatcher import TokenDispatcher
 from deepinfer.models.model_spec import DraftInputs, DraftNetwork
 from deepinfer.sampling.noise import DRAFT_PURPOSE, TOKEN_PURPOSE
 from deepinfer.sampling.rows import TokenRows
-from deepinfer.sampling.sampler import choose, temper
+from deepinfer.sampling.sampler import draw, temper
 from deepinfer.sampling.state import SamplingState
 
 
@@ -101,7 +101,6 @@ class ChainDrafter:
                 anchor_ids=previous,
                 anchor_positions=anchors.positions,
                 slots=slots,
-                is_padding=slots == 0,
                 num_drafts=self._max_drafts,
                 caches=self._caches,
                 dispatcher=self._dispatcher,
@@ -124,7 +123,7 @@ class ChainDrafter:
             if self._independent:
                 kept.append(temper(scores + bias, rows, self._state))
             purpose = DRAFT_PURPOSE + row if self._independent else TOKEN_PURPOSE
-            previous, _ = choose(scores, None, rows, self._state, purpose=purpose, bias=bias)
+            previous = draw(scores, rows, self._state, purpose=purpose, bias=bias).clamp_min(0)
             token_ids.append(previous)
         confidence = self._network.confidence(block.hidden.flatten(0, 1), torch.stack(before, 1).flatten())
         return Drafts(

@@ -17,7 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.reference.draft_rows import accept_rows as reference_accept_rows
 from deepinfer.kernels.reference.sampling import noise_words
+from deepinfer.kernels.step_ops import AcceptRows
 from deepinfer.sampling.noise import ACCEPTANCE_PURPOSE, RESIDUAL_PURPOSE
 from deepinfer.sampling.rows import TokenRows
 from deepinfer.sampling.sampler import choose, process, temper
@@ -65,19 +67,25 @@ class Verifier(Protocol):
 class SharedNoiseVerifier:
     """See the module."""
 
+    def __init__(self, accept_rows: AcceptRows = reference_accept_rows) -> None:
+        self._accept_rows = accept_rows
+
     def verify(self, logits: Tensor, rows: VerifyRows, state: SamplingState) -> Verified:
         """See `Verifier`."""
-        found = _compare(logits, rows, state)
-        return _conclude(found, found.token_ids, found.accepted, rows)
+        found = _choose(logits, rows, state)
+        return _conclude(self._accept_rows, found, found.token_ids, rows.drafts, rows)
 
 
 class RejectionVerifier:
     """See the module."""
 
+    def __init__(self, accept_rows: AcceptRows = reference_accept_rows) -> None:
+        self._accept_rows = accept_rows
+
     def verify(self, logits: Tensor, rows: VerifyRows, state: SamplingState) -> Verified:
         """See `Verifier`."""
         assert rows.draft_scores is not None, "rejection needs the distributions that drafts were drawn from"
-        found, token_rows = _compare(logits, rows, state), rows.rows
+        found, token_rows = _choose(logits, rows, state), rows.rows
         offsets = rows.offsets.clamp_max(rows.draft_scores.shape[1] - 1)
         target = torch.softmax(temper(found.scores, token_rows, state), 1)
         proposed = torch.softmax(rows.draft_scores[token_rows.slots, offsets], 1)
@@ -86,28 +94,26 @@ class RejectionVerifier:
         ones = torch.ones_like(residual[:, 0])
         replaced = state.gumbel_argmax(residual, token_rows.seeds, token_rows.positions, ones, purpose=RESIDUAL_PURPOSE)
         drawn = (rows.drafts >= 0) & (state.temperatures[token_rows.slots] != 0) & ~found.failed
-        accepted = torch.where(drawn, taken, found.accepted)
         token_ids = torch.where(drawn, torch.where(taken, rows.drafts, replaced), found.token_ids)
-        return _conclude(found, token_ids, accepted, rows)
+        drafts = torch.where(drawn & ~taken, -1, rows.drafts)  # one that is drawn again stays rejected
+        return _conclude(self._accept_rows, found, token_ids, drafts, rows)
 
 
 @dataclass(slots=True, frozen=True)
-class _Compared:
-    """By row: the target's `scores` [R, V], its own token, whether it is the draft, and as in `Sampled`."""
+class _Chosen:
+    """By row: the target's `scores` [R, V], its own token, and as in `Sampled`."""
 
     scores: Tensor
     token_ids: Tensor
-    accepted: Tensor
     failed: Tensor
     fell_back: Tensor | None
 
 
-def _compare(logits: Tensor, rows: VerifyRows, state: SamplingState) -> _Compared:
-    """Draw the target's token in every row and accept the drafts that are it."""
+def _choose(logits: Tensor, rows: VerifyRows, state: SamplingState) -> _Chosen:
+    """Draw the target's token in every row."""
     processed = process(logits, rows.rows, state)
     token_ids, failed = choose(processed.scores, processed.failed, rows.rows, state)
-    accepted = (token_ids == rows.drafts) & ~failed
-    return _Compared(processed.scores, token_ids, accepted, failed, processed.fell_back)
+    return _Chosen(processed.scores, token_ids, failed, processed.fell_back)
 
 
 def _accept(target: Tensor, proposed: Tensor, drafts: Tensor, rows: TokenRows) -> Tensor:
@@ -124,15 +130,9 @@ def _residual(target: Tensor, proposed: Tensor) -> Tensor:
     return torch.where(residual.sum(1, keepdim=True) > 0, residual, target)
 
 
-def _conclude(found: _Compared, token_ids: Tensor, accepted: Tensor, rows: VerifyRows) -> Verified:
-    """Find each sequence's accepted run; its token is the last committed one."""
+def _conclude(accept_rows: AcceptRows, found: _Chosen, token_ids: Tensor, drafts: Tensor, rows: VerifyRows) -> Verified:
+    """Find each sequence's accepted run, where `token_ids` are `drafts` [R]; its token is the last committed one."""
     own = rows.rows.by_owner
-    run = accepted[own[:, :-1]].long().cumprod(1).sum(1)
-    counts = torch.where(rows.num_drafts < 0, 0, run + 1)
-    committed = torch.arange(own.shape[1], device=own.device) < counts[:, None]
-    return Verified(
-        token_ids=token_ids[own],
-        counts=counts,
-        failed=(found.failed[own] & committed).any(1),
-        fell_back=None if found.fell_back is None else found.fell_back[own],
-    )
+    done = accept_rows(token_ids, found.failed, drafts, own, rows.num_drafts)
+    fell_back = None if found.fell_back is None else found.fell_back[own]
+    return Verified(done.token_ids, done.counts, done.failed, fell_back)

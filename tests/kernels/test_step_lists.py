@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from deepinfer.kernels.registry import select_kernels
-from deepinfer.kernels.step_ops import ListShapes, RowLayout, RowLists
+from deepinfer.kernels.step_ops import RingShapes, RowLayout, RowLists
 
 KERNELS = select_kernels("cpu", numerics="reference", batch_invariant=False, overrides={})
 TABLE = torch.arange(4 * 40, dtype=torch.int32).view(4, 40)
 SEEDS = torch.tensor([0, 11, 22, 33])
-SHAPES = ListShapes(window=3, ring=5, ring_rows=20, tokens_per_block=4, open_pairs=2)
+SHAPES = RingShapes(window=3, ring=5, ring_rows=20)
 
 
 def layout() -> RowLayout:
@@ -31,8 +31,9 @@ def lists(seen_from: list[int] | None = None) -> RowLists:
     blocks = torch.tensor([[7, 5], [0, 0], [6, 0], [0, 0]])
     frequencies = torch.tensor([[1.0, 0.5], [2.0, 0.25]])
     return KERNELS.list_rows(
-        rows.positions, rows.sequence, rows.slots, rows.starts, rows.is_padding, blocks, seen, frequencies, SHAPES
-    )
+        rows.positions, rows.sequence, rows.slots, rows.starts, rows.is_padding, blocks, seen, frequencies, SHAPES,
+        tokens_per_block=4, open_pairs=2,
+    )  # fmt: skip
 
 
 def test_rows_of_sequences_stand_one_after_the_other() -> None:

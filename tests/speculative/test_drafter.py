@@ -67,7 +67,7 @@ def test_a_greedy_chain_follows_the_token_before() -> None:
     (inputs,) = network.inputs
     assert inputs.anchor_ids.tolist() == [4, 10, 0]
     assert inputs.anchor_positions.tolist() == [3, 7, 0]
-    assert inputs.is_padding.tolist() == [False, False, True]
+    assert inputs.slots.tolist() == [1, 2, 0]
 
 
 def test_confidence_knows_the_token_before_a_draft_not_the_draft() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepinfer.protocol import SamplingParams
 from deepinfer.sampling.noise import DRAFT_PURPOSE, TOKEN_PURPOSE
 from deepinfer.sampling.rows import TokenRows
-from deepinfer.sampling.sampler import choose, temper
+from deepinfer.sampling.sampler import draw, temper
 from deepinfer.sampling.state import SamplingState
 from deepinfer.speculative.verifier import RejectionVerifier, SharedNoiseVerifier, Verified, VerifyRows
 
@@ -53,7 +53,7 @@ def run(case: Case, rule: str, num_drafts: Tensor, *, position: int = 5, one_hot
     for place in range(5):
         drafting = rows_of(slots.tolist(), state.seeds[slots].tolist(), [position + place] * case.count, token_table)
         purpose = DRAFT_PURPOSE + place if is_rejection else TOKEN_PURPOSE
-        token_table[slots, position + place] = choose(scores, None, drafting, state, purpose=purpose)[0].int()
+        token_table[slots, position + place] = draw(scores, drafting, state, purpose=purpose).int()
         draft_scores[slots, place] = temper(scores, drafting, state)
     rows = _verify_rows(num_drafts, state, token_table, position, draft_scores)
     logits = case.target.expand(int((num_drafts + 1).sum()), VOCAB)

@@ -71,7 +71,6 @@ class DraftRunner:
             anchor_ids=torch.tensor([token for _, token in anchors] + nothing, dtype=torch.int64),
             anchor_positions=torch.tensor(positions, dtype=torch.int64),
             slots=slots,
-            is_padding=slots == 0,
             num_drafts=num_drafts or self.network.block_size,
             caches=self.caches,
             dispatcher=self._experts,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
-from deepinfer.kernels.step_ops import ListShapes, RowLayout, RowLists
+from deepinfer.kernels.step_ops import RingShapes, RowLayout, RowLists
 
 _ROWS = 16
 
@@ -228,7 +228,10 @@ def list_rows(
     block_table: Tensor,
     seen_from: Tensor | None,
     frequencies: Tensor,
-    shapes: ListShapes,
+    shapes: RingShapes,
+    *,
+    tokens_per_block: int,
+    open_pairs: int,
 ) -> RowLists:
     """`step_ops.ListRows`."""
     num_rows, half = len(positions), frequencies.shape[1]
@@ -254,8 +257,8 @@ def list_rows(
             WINDOW=shapes.window,
             WINDOW_BLOCK=triton.next_power_of_2(shapes.window),
             RING=shapes.ring,
-            PER_BLOCK=shapes.tokens_per_block,
-            PAIRS=shapes.open_pairs,
+            PER_BLOCK=tokens_per_block,
+            PAIRS=open_pairs,
             HALF=half,
             HALF_BLOCK=triton.next_power_of_2(half),
             num_warps=1,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.reference.abilities import implementation
-from deepinfer.kernels.step_ops import ListShapes, RowLayout, RowLists
+from deepinfer.kernels.step_ops import RingShapes, RowLayout, RowLists
 
 
 def lay_out_rows(
@@ -58,7 +58,10 @@ def list_rows(
     block_table: Tensor,
     seen_from: Tensor | None,
     frequencies: Tensor,
-    shapes: ListShapes,
+    shapes: RingShapes,
+    *,
+    tokens_per_block: int,
+    open_pairs: int,
 ) -> RowLists:
     """`step_ops.ListRows`."""
     ring, real, row_slots = shapes.ring, ~is_padding, slots[sequence]
@@ -67,10 +70,11 @@ def list_rows(
     earliest = torch.zeros_like(positions) if seen_from is None else seen_from[sequence]
     pairs, closes = positions // 2, positions % 2
     pool_rows = [
-        _pool_rows(sequence, entries, size, block_table, shapes) for entries, size in ((positions, 1), (pairs, 2))
+        _pool_rows(sequence, entries, block_table, tokens_per_block // size)
+        for entries, size in ((positions, 1), (pairs, 2))
     ]
-    pair_rows = row_slots * shapes.open_pairs + pairs % shapes.open_pairs
-    is_kept = (closes == 0) & (positions > last - 2 * shapes.open_pairs)
+    pair_rows = row_slots * open_pairs + pairs % open_pairs
+    is_kept = (closes == 0) & (positions > last - 2 * open_pairs)
     closing = torch.stack((real, real & (closes == 1)))
     places = torch.stack((positions, positions, pairs * 2)).float()
     return RowLists(
@@ -101,7 +105,7 @@ def token_history(
 
 
 def _window_rows(
-    positions: Tensor, first: Tensor, earliest: Tensor, row_slots: Tensor, real: Tensor, shapes: ListShapes
+    positions: Tensor, first: Tensor, earliest: Tensor, row_slots: Tensor, real: Tensor, shapes: RingShapes
 ) -> Tensor:
     ring, device = shapes.ring, positions.device
     wanted = torch.maximum(positions - shapes.window + 1, earliest).unsqueeze(1)
@@ -113,11 +117,8 @@ def _window_rows(
     return torch.where(wanted <= newest, torch.where(wanted >= first.unsqueeze(1), own, stored), -1)
 
 
-def _pool_rows(
-    sequence: Tensor, entries: Tensor, tokens_per_entry: int, block_table: Tensor, shapes: ListShapes
-) -> Tensor:
+def _pool_rows(sequence: Tensor, entries: Tensor, block_table: Tensor, per_block: int) -> Tensor:
     """Pool rows [T] of one entry of each row's own sequence."""
-    per_block = shapes.tokens_per_block // tokens_per_entry
     return block_table[sequence, entries // per_block] * per_block + entries % per_block
 
 

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from deepinfer.kernels.ops import Activations
 from deepinfer.kernels.registry import KernelSet
+from deepinfer.kernels.step_ops import BlockRows, RingShapes
 from deepinfer.models.deepseek_v41.attention import Attention
 from deepinfer.models.deepseek_v41.caches import Caches
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, Residual, open_streams
 from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
-from deepinfer.models.deepseek_v41.rope import Rotation, rotation_at, window_frequencies
+from deepinfer.models.deepseek_v41.rope import Rotation, window_frequencies
 from deepinfer.models.deepseek_v41.weight_types import DraftWeights, LayerWeights
 from deepinfer.models.model_spec import DraftBlock, DraftInputs
 from deepinfer.platforms.side_stream import SideStreams
@@ -106,16 +107,14 @@ class DraftNetwork:
     def run(self, inputs: DraftInputs) -> DraftBlock:
         """See `model_spec.DraftNetwork`."""
         num_sequences, size = len(inputs.slots), self.block_size
-        steps = torch.arange(size, device=inputs.slots.device)
-        residual = self._embed(inputs.anchor_ids)
-        rotation = rotation_at((inputs.anchor_positions.unsqueeze(1) + steps).flatten(), self.frequencies)
-        window_rows = self._window_rows(inputs).repeat_interleave(size, 0)
-        is_padding = inputs.is_padding.repeat_interleave(size)
-        numbers = torch.arange(num_sequences * size, device=steps.device).view(-1, size)
+        rows = self._rows(inputs)
+        residual = open_streams(self.embedding, rows.token_ids, self.config.hc_mult, dtype=self.kernels.numerics.dtype)
+        rotation = Rotation(rows.angles.cos(), rows.angles.sin())
+        numbers = torch.arange(num_sequences * size, device=inputs.slots.device).view(-1, size)
         wanted = numbers[:, : inputs.num_drafts].flatten()
         for stage in self.stages:
             kept = wanted if stage is self.stages[-1] else None
-            residual = stage(residual, window_rows, rotation, is_padding, inputs, kept)
+            residual = stage(residual, rows.window_rows, rotation, rows.is_padding, inputs, kept)
         residual = residual.settled(self.kernels)
         hidden = self.kernels.collapse_streams(residual.streams, residual.pre)
         normed = self.kernels.rms_norm(hidden, self.norm, epsilon=self.config.rms_norm_eps)
@@ -132,23 +131,15 @@ class DraftNetwork:
         joined = torch.cat((hidden.float(), self.markov_embedding[token_ids].float()), -1)
         return self.kernels.linear(joined, self.confidence_weight, out_dtype=torch.float32).squeeze(-1)
 
-    def _embed(self, anchor_ids: Tensor) -> Residual:
-        """The residual [B * block, ...] of the anchor and the noise tokens before the first stage."""
-        token_ids = anchor_ids.new_full((len(anchor_ids), self.block_size), self.config.dspark_noise_token_id)
-        token_ids[:, 0] = anchor_ids
-        dtype = self.kernels.numerics.dtype
-        return open_streams(self.embedding, token_ids.flatten(), self.config.hc_mult, dtype=dtype)
-
-    def _window_rows(self, inputs: DraftInputs) -> Tensor:
-        """[B, W + block]: the ring rows of the context, ascending, -1 where there is none; then the block's own rows.
-
-        The window ends before the anchor for every row of the block: it does not slide.
-        """
-        caches, slots = inputs.caches, inputs.slots
-        ring, total = caches.layout.ring_length, caches.draft[0].shape[0]
-        last = inputs.anchor_positions - 1
-        first = torch.maximum(last - self.window + 1, caches.draft_starts[slots])
-        wanted = first.unsqueeze(1) + torch.arange(self.window, device=slots.device)
-        context = torch.where(wanted <= last.unsqueeze(1), slots.unsqueeze(1) * ring + wanted % ring, -1)
-        own = total + torch.arange(len(slots) * self.block_size, device=slots.device).view(-1, self.block_size)
-        return torch.cat((context, own), 1)
+    def _rows(self, inputs: DraftInputs) -> BlockRows:
+        caches = inputs.caches
+        return self.kernels.draft_blocks(
+            inputs.anchor_ids,
+            inputs.anchor_positions,
+            inputs.slots,
+            starts=caches.draft_starts,
+            frequencies=self.frequencies,
+            noise_id=self.config.dspark_noise_token_id,
+            size=self.block_size,
+            shapes=RingShapes(self.window, caches.layout.ring_length, len(caches.draft[0])),
+        )

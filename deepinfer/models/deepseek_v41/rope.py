@@ -19,12 +19,6 @@ class Rotation:
     sine: Tensor
 
 
-def rotation_at(positions: Tensor, frequencies: Tensor) -> Rotation:
-    """Angles are float32(position) * float32(frequency), as in the released reference."""
-    angles = positions.float().unsqueeze(1) * frequencies
-    return Rotation(torch.cos(angles), torch.sin(angles))
-
-
 def window_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     """float32 [R / 2] for layers with compress ratio 0: no YaRN."""
     return _base_frequencies(config.rope_theta, config.qk_rope_head_dim, device)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from deepinfer.kernels.step_ops import ListShapes
+from deepinfer.kernels.step_ops import RingShapes
 from deepinfer.models.deepseek_v41.caches import GLOBAL_GROUP, OPEN_PAIRS_PER_SLOT, Caches
 from deepinfer.models.deepseek_v41.rope import Rotation
 from deepinfer.models.model_spec import ForwardInputs
@@ -88,13 +88,9 @@ def build_step_rows(
         inputs.block_tables[GLOBAL_GROUP],
         window_starts,
         frequencies,
-        ListShapes(
-            window=window,
-            ring=caches.layout.ring_length,
-            ring_rows=len(caches.window[0]),
-            tokens_per_block=caches.tokens_per_block,
-            open_pairs=OPEN_PAIRS_PER_SLOT,
-        ),
+        RingShapes(window, caches.layout.ring_length, len(caches.window[0])),
+        tokens_per_block=caches.tokens_per_block,
+        open_pairs=OPEN_PAIRS_PER_SLOT,
     )
     in_window, in_entries, in_pairs = map(Rotation, lists.angles.cos(), lists.angles.sin())
     return StepRows(
