@@ -169,7 +169,7 @@ def check_latent_records(bench: Bench, latent: Tensor, weight: Tensor, angle: Te
 
 
 def check_hyper_connection(bench: Bench) -> None:
-    """Coefficients with Sinkhorn to float32 accuracy, collapse and update."""
+    """Coefficients with Sinkhorn, of a function of float32 and not of bf16, collapse and update."""
     sizes = bench.sizes
     streams = bench.normal(sizes.rows, 4, sizes.hidden)
     function = bench.normal(24, 4 * sizes.hidden, dtype=torch.float32, scale=(4 * sizes.hidden) ** -0.5)

@@ -1,7 +1,7 @@
 """Hyper-connections in Triton: coefficients with Sinkhorn, collapse and update of the residual streams.
 
-The product with the float32 function runs on the matrix units without losing bits: every float32 is a sum of three
-bf16 numbers, the streams are bf16 already, and products of two bf16 numbers are exact in float32.
+The product with the float32 function runs on the matrix units: each of its numbers is rounded to a sum of two bf16
+numbers (17 bits), the streams are bf16 already, and products of two bf16 numbers are exact in float32.
 """
 
 from __future__ import annotations
@@ -18,61 +18,54 @@ from deepinfer.kernels.ops import MixCoefficients, Numerics
 
 _SPLITS = 32  # fixed, so that the order of summation never depends on the number of rows
 _BLOCK_ROWS = 64
-_COEFFICIENT_ROWS = 8
 _BLOCK_COLUMNS = 64
+_COEFFICIENT_ROWS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     streams_ptr,
     function_ptr,
     partial_ptr,
-    squares_ptr,
     num_rows,
     OUT: tl.constexpr,
     OUT_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Partial products [split, row, OUT_BLOCK] and sums of squares [split, row] over one range of columns."""
+    """Partial results [row, split, OUT_BLOCK] over one range of columns: OUT products, then the sum of squares."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(1)
     outs = tl.arange(0, OUT_BLOCK)
-    first = tl.program_id(1) * SPLIT_COLUMNS
-    total = tl.zeros((ROWS, OUT_BLOCK), tl.float32)
+    halves = tl.arange(0, 2 * OUT_BLOCK)  # both parts of an output side by side
+    function_rows = (halves % 2) * OUT + halves // 2
+    negative = tl.zeros((ROWS, 2 * OUT_BLOCK), tl.float32)
     squares = tl.zeros((ROWS,), tl.float32)
     for start in range(0, SPLIT_COLUMNS, BLOCK):
-        offset = start + tl.arange(0, BLOCK)
-        columns = first + offset
-        inside = (offset < SPLIT_COLUMNS) & (columns < COLUMNS)
+        columns = split * SPLIT_COLUMNS + start + tl.arange(0, BLOCK)
+        inside = columns < COLUMNS
         mask = (rows < num_rows)[:, None] & inside[None, :]
         x = tl.load(streams_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :], mask=mask, other=0.0)
-        place = function_ptr + outs[None, :] * COLUMNS + columns[:, None]
-        wanted = inside[:, None] & (outs < OUT)[None, :]
-        # The last product must end before x of a later step is copied where it reads. Triton 3.6 does not see to that:
-        # a block that is read by something else than products, too, gets one place too few. The sum makes it wait.
-        product = tl.zeros((ROWS, OUT_BLOCK), tl.float32)
-        for part in tl.static_range(3):
-            weight = tl.load(place + part * OUT * COLUMNS, mask=wanted, other=0.0)
-            product = tl.dot(x, weight, product)
-        total += product
+        wanted = inside[:, None] & (halves < 2 * OUT)[None, :]
+        place = function_ptr + function_rows[None, :] * COLUMNS + columns[:, None]
+        # The product must end before x of a later step is copied where it reads. Triton 3.6 does not see to that: a
+        # block that is read by something else than products, too, gets one place too few. A difference waits for the
+        # product; a sum would become part of it.
+        negative -= tl.dot(x, tl.load(place, mask=wanted, other=0.0))
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
-    place = tl.program_id(1).to(tl.int64) * num_rows + rows
-    tl.store(partial_ptr + place[:, None] * OUT_BLOCK + outs[None, :], total, mask=(rows < num_rows)[:, None])
-    tl.store(squares_ptr + place, squares, mask=rows < num_rows)
+    high, low = tl.split(tl.reshape(negative, (ROWS, OUT_BLOCK, 2)))
+    sums = tl.where((outs == OUT)[None, :], squares[:, None], -(high + low))
+    place = (rows.to(tl.int64) * SPLITS + split) * OUT_BLOCK
+    tl.store(partial_ptr + place[:, None] + outs[None, :], sums, mask=(rows < num_rows)[:, None])
 
 
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _coefficients_kernel(
     partial_ptr,
-    squares_ptr,
     scale_ptr,
     base_ptr,
     pre_ptr,
@@ -88,35 +81,34 @@ def _coefficients_kernel(
     ITERATIONS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """A row's sums lie as groups of NUM: pre, post, the rows of mix, the sum of squares and nothing."""
+    OUT: tl.constexpr = 2 * NUM + NUM * NUM
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < num_rows
-    one = tl.arange(0, NUM)
-    square = NUM * one[None, :, None] + one[None, None, :]
-    squares = tl.zeros((ROWS,), tl.float32)
-    pre = tl.zeros((ROWS, NUM), tl.float32)
-    post = tl.zeros((ROWS, NUM), tl.float32)
-    mix = tl.zeros((ROWS, NUM, NUM), tl.float32)
-    for split in tl.static_range(SPLITS):
-        place = split * num_rows + rows
-        squares += tl.load(squares_ptr + place, mask=inside, other=0.0)
-        row_ptr = partial_ptr + place.to(tl.int64) * OUT_BLOCK
-        pre += tl.load(row_ptr[:, None] + one[None, :], mask=inside[:, None], other=0.0)
-        post += tl.load(row_ptr[:, None] + NUM + one[None, :], mask=inside[:, None], other=0.0)
-        mix += tl.load(row_ptr[:, None, None] + 2 * NUM + square, mask=inside[:, None, None], other=0.0)
+    inside = (rows < num_rows)[:, None]
+    outs = tl.arange(0, OUT_BLOCK)
+    place = (rows.to(tl.int64)[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :])[:, :, None] * OUT_BLOCK
+    scale = tl.load(scale_ptr + tl.minimum(outs // NUM, 2))
+    base = tl.load(base_ptr + outs, mask=outs < OUT, other=0.0)
+    sums = tl.sum(tl.load(partial_ptr + place + outs[None, None, :], mask=inside[:, :, None], other=0.0), 1)
+    squares = tl.sum(tl.where((outs == OUT)[None, :], sums, 0.0), 1)
     inverse = tl.rsqrt(squares / COLUMNS + epsilon)
-    pre = pre * inverse[:, None] * tl.load(scale_ptr) + tl.load(base_ptr + one)[None, :]
-    post = post * inverse[:, None] * tl.load(scale_ptr + 1) + tl.load(base_ptr + NUM + one)[None, :]
-    mix = mix * inverse[:, None, None] * tl.load(scale_ptr + 2) + tl.load(base_ptr + 2 * NUM + square)
+    logits = sums * inverse[:, None] * scale[None, :] + base[None, :]
+    gate = 1.0 / (1.0 + tl.exp(-logits))
+    small = rows[:, None] * NUM + outs[None, :]
+    tl.store(pre_ptr + small, gate + mix_epsilon, mask=inside & (outs < NUM)[None, :])
+    tl.store(post_ptr + small - NUM, 2.0 * gate, mask=inside & ((outs >= NUM) & (outs < 2 * NUM))[None, :])
+    groups = tl.arange(0, OUT_BLOCK // NUM)
+    is_mix = ((groups >= 2) & (groups < 2 + NUM))[None, :, None]
+    mix = tl.reshape(logits, (ROWS, OUT_BLOCK // NUM, NUM))
     mix = tl.exp(mix - tl.max(mix, 2)[:, :, None])
-    mix = mix / tl.sum(mix, 2)[:, :, None] + mix_epsilon
+    mix = tl.where(is_mix, mix / tl.sum(mix, 2)[:, :, None] + mix_epsilon, 0.0)
     mix = mix / (tl.sum(mix, 1)[:, None, :] + mix_epsilon)
     for _ in range(ITERATIONS - 1):
-        mix = mix / (tl.sum(mix, 2)[:, :, None] + mix_epsilon)
+        # rows of other groups stay zero, whatever mix_epsilon is
+        mix = tl.where(is_mix, mix / (tl.sum(mix, 2)[:, :, None] + mix_epsilon), 0.0)
         mix = mix / (tl.sum(mix, 1)[:, None, :] + mix_epsilon)
-    place = rows.to(tl.int64)[:, None] * NUM + one[None, :]
-    tl.store(pre_ptr + place, _sigmoid(pre) + mix_epsilon, mask=inside[:, None])
-    tl.store(post_ptr + place, 2.0 * _sigmoid(post), mask=inside[:, None])
-    tl.store(mix_ptr + rows.to(tl.int64)[:, None, None] * NUM * NUM + square, mix, mask=inside[:, None, None])
+    place = mix_ptr + rows[:, None, None] * (NUM * NUM) + (groups[:, None] - 2) * NUM + tl.arange(0, NUM)[None, :]
+    tl.store(place, mix, mask=inside[:, :, None] & is_mix)
 
 
 @triton.jit
@@ -152,11 +144,11 @@ def _update_kernel(
 
 @dataclass(slots=True, frozen=True)
 class MixCoefficientsOf:
-    """`ops.MixCoefficientsOf` for bf16 streams; the prepared function is bf16 [3, 2M + M*M, M*D], to be added up."""
+    """`ops.MixCoefficientsOf` for bf16 streams; the prepared function is bf16 [2, 2M + M*M, M*D], to be added up."""
 
     def prepare(self, function: Tensor) -> Tensor:
         parts, rest = [], function.float()
-        for _ in range(3):
+        for _ in range(2):
             parts.append(rest.to(torch.bfloat16))
             rest = rest - parts[-1].float()
         return torch.stack(parts)
@@ -173,31 +165,30 @@ class MixCoefficientsOf:
         num_iterations: int,
     ) -> MixCoefficients:
         num_rows, num, hidden = streams.shape
-        columns, out_block = num * hidden, max(16, triton.next_power_of_2(len(base)))
+        columns, out_block = num * hidden, max(16, triton.next_power_of_2(len(base) + 1))
         new = streams.new_empty
         pre, post = new(num_rows, num, dtype=torch.float32), new(num_rows, num, dtype=torch.float32)
         mix = new(num_rows, num, num, dtype=torch.float32)
         if not num_rows:
             return MixCoefficients(pre, post, mix)
-        partial = new(_SPLITS, num_rows, out_block, dtype=torch.float32)
-        squares = new(_SPLITS, num_rows, dtype=torch.float32)
+        partial = new(num_rows, _SPLITS, out_block, dtype=torch.float32)
         split_columns = triton.cdiv(triton.cdiv(columns, _SPLITS), _BLOCK_COLUMNS) * _BLOCK_COLUMNS
         _product_kernel[(triton.cdiv(num_rows, _BLOCK_ROWS), _SPLITS)](
             streams.contiguous(),
             function,
             partial,
-            squares,
             num_rows,
             OUT=len(base),
             OUT_BLOCK=out_block,
             COLUMNS=columns,
+            SPLITS=_SPLITS,
             SPLIT_COLUMNS=split_columns,
             ROWS=_BLOCK_ROWS,
             BLOCK=_BLOCK_COLUMNS,
+            num_stages=4,
         )
         _coefficients_kernel[(triton.cdiv(num_rows, _COEFFICIENT_ROWS),)](
             partial,
-            squares,
             scale,
             base,
             pre,
