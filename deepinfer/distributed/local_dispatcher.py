@@ -22,7 +22,9 @@ class LocalDispatcher:
     def dispatch(self, rows: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
         """The rows as they are."""
         assert len(rows) == len(expert_ids) == len(weights), (rows.shape, expert_ids.shape, weights.shape)
-        return Dispatched(rows=rows, expert_ids=expert_ids, weights=weights, handle=None)
+        return Dispatched(
+            rows=rows, expert_ids=expert_ids, weights=weights, expected_copies=expert_ids.numel(), handle=None
+        )
 
     def combine(self, expert_rows: ExpertRows, dispatched: Dispatched) -> ExpertRows:
         """The experts' rows as they are."""

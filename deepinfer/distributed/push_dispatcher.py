@@ -149,6 +149,7 @@ class PushDispatcher:
         return Dispatched(
             rows=own[region.rows :][: places * row_bytes].view(rows.dtype).view(places, rows.shape[1]),
             expert_ids=arrived_ids,
+            expected_copies=expert_ids.numel(),  # as if all ranks sent as many
             weights=own[region.weights :][: places * columns * WEIGHT_BYTES].view(torch.float32).view(places, columns),
             handle=_Sent(answers, region),
         )

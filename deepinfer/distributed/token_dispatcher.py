@@ -15,12 +15,14 @@ class Dispatched:
     """Rows that arrived at this rank, those of one expert in the order (source rank, source row, source column).
 
     `rows` [R, ...] as sent; `expert_ids` [R, C] int64: the local experts of its copies, -1 = none; `weights` [R, C]
-    float32. `handle` belongs to the dispatcher and goes back to `combine`.
+    float32. `expected_copies`: how many copies go to an expert here when all experts of the group get equally many; in
+    truth it may be any number. `handle` belongs to the dispatcher and goes back to `combine`.
     """
 
     rows: torch.Tensor
     expert_ids: torch.Tensor
     weights: torch.Tensor
+    expected_copies: int
     handle: Any
 
 

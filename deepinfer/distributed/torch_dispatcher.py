@@ -60,6 +60,7 @@ class TorchDispatcher:
             rows=arrived_rows,
             expert_ids=_local_experts(arriving).unsqueeze(1),
             weights=arrived_weights.unsqueeze(1),
+            expected_copies=len(arrived_rows),
             handle=_Route(copies, expert_ids.shape, send, receive),
         )
 

@@ -421,6 +421,7 @@ class ExpertMLP(Protocol):
     E8M0 bytes per row and 32 columns; FP8 activations and SwiGLU as in `QuantizedLinear`. The weight multiplies
     the SwiGLU before it is rounded.
     `few_rows`: no step has more than a few rows for an expert, so that memory counts for more than speed.
+    `expected_copies`: about how many of the R * C copies go to an expert, by default all; it changes no bits.
     """
 
     def prepare(
@@ -438,7 +439,14 @@ class ExpertMLP(Protocol):
     def pack(self, activations: Activations, experts: Any) -> Tensor: ...
 
     def __call__(
-        self, rows: Tensor, expert_ids: Tensor, weights: Tensor, experts: Any, *, limit: float
+        self,
+        rows: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        experts: Any,
+        *,
+        limit: float,
+        expected_copies: int | None = None,
     ) -> ExpertRows: ...
 
 

@@ -15,6 +15,7 @@ def test_rows_stay_and_their_answers_come_back() -> None:
     dispatcher = LocalDispatcher(4)
     sent = dispatcher.dispatch(rows, expert_ids, weights)
     assert (sent.rows is rows, sent.expert_ids is expert_ids, sent.weights is weights) == (True, True, True)
+    assert sent.expected_copies == 6
     answers = ExpertRows(torch.rand(7, 5), torch.tensor([[6, 0], [-1, 3], [2, -1]]))
     assert dispatcher.combine(answers, sent) is answers
     with pytest.raises(AssertionError):

@@ -34,9 +34,9 @@ class _AsBytes:
         values = self._own.pack(activations, experts)
         return torch.nn.functional.pad(values.view(torch.uint8), (0, 3), value=7)
 
-    def __call__(self, rows: Tensor, *rest: Any, limit: float) -> ExpertRows:
+    def __call__(self, rows: Tensor, *rest: Any, **others: Any) -> ExpertRows:
         assert (rows[:, -3:] == 7).all()
-        return self._own(rows[:, :-3].contiguous().view(torch.bfloat16), *rest, limit=limit)
+        return self._own(rows[:, :-3].contiguous().view(torch.bfloat16), *rest, **others)
 
 
 class _Watching(LocalDispatcher):

@@ -136,6 +136,21 @@ def check_uneven_experts(bench: Bench) -> None:
     close(*(part.values[part.places.flatten().long()] for part in (found, wanted)), 1.5e-2)
 
 
+def check_unexpected_copies(bench: Bench) -> None:
+    """More or fewer copies than expected, to one expert out of three: the same bits, wherever the tiles end."""
+    sizes, own = bench.sizes, bench.kernels.expert_mlp
+    prepared = own.prepare(*fp4_experts(bench, 3), few_rows=True)
+    packed = own.pack(Activations(bench.normal(90, sizes.hidden)), prepared)
+    ids, factor = bench.integers(-1, 1, 90, 2) * 3 + 1, bench.normal(90, 2, dtype=torch.float32)
+    ids[ids < 0] = -1
+    answers = []
+    for expected in (None, 1, 60, 10_000):
+        done = own(packed, ids, factor, prepared, limit=10.0, expected_copies=expected)
+        answers.append(done.values[done.places[ids >= 0].long()])
+    for answer in answers[1:]:
+        same(answer, answers[0])
+
+
 def check_select(bench: Bench) -> None:
     """Choices from wide rows: many ties, few usable values, rows that rise and fall, and of which little is visible."""
     num_selected, width = 8, 20011
@@ -209,6 +224,7 @@ CHECKS: dict[str, Check] = {
     "cast": check_cast,
     "casts_ahead": check_casts_ahead,
     "uneven_experts": check_uneven_experts,
+    "unexpected_copies": check_unexpected_copies,
     "recast": check_recast,
     "matmul": check_matmul,
     "rough_weights": check_rough_weights,

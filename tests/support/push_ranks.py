@@ -40,6 +40,7 @@ ROWS = ((5, 3, 0, 8), (0, 1, 8, 0), (8, 8, 8, 8), (0, 0, 0, 0))
 def _exchange(dispatcher: PushDispatcher, sent: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
     """What arrived here, and what came back."""
     arrived = dispatcher.dispatch(sent.rows, sent.expert_ids, sent.weights)
+    assert arrived.expected_copies == sent.expert_ids.numel()
     seen = arrivals(arrived)
     first = dispatcher.rank * EXPERTS // dispatcher.num_ranks
     return seen, combined(dispatcher.combine(answers_of(arrived, first), arrived))

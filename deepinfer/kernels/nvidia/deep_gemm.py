@@ -244,12 +244,14 @@ class ExpertMLP:
         experts: Fp8Experts | UnevenExperts | Fp4Experts,
         *,
         limit: float,
+        expected_copies: int | None = None,
     ) -> ExpertRows:
         if isinstance(experts, UnevenExperts):
             experts = experts.packed
             rows = unpack_rows(rows, width=experts.hidden)
         if isinstance(experts, Fp4Experts):
-            return TritonExperts(self.numerics)(rows, expert_ids, weights, experts, limit=limit)
+            packed = TritonExperts(self.numerics)
+            return packed(rows, expert_ids, weights, experts, limit=limit, expected_copies=expected_copies)
         width = experts.down.codes.shape[1]
         layout = lay_out_experts(expert_ids, num_experts=len(experts.down.codes), tile=GROUP)
         if not layout.num_places:

@@ -91,6 +91,7 @@ def _grouped_gate_up_kernel(
     source_ptr,
     copy_ptr,
     weights_ptr,
+    num_places,
     limit,
     lift,
     N: tl.constexpr,
@@ -102,9 +103,10 @@ def _grouped_gate_up_kernel(
 ):
     """64 columns of what enters `down`, for a tile of one expert's rows: gate and up, SwiGLU, routing weight, cast."""
     HALF: tl.constexpr = _TILE_ROWS // 2
-    places = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    expert = tl.load(expert_ptr + tl.program_id(1) * ROWS).to(tl.int64)
-    if expert >= 0:
+    first = tl.program_id(1) * ROWS
+    expert = tl.load(expert_ptr + first).to(tl.int64)
+    while expert >= 0:  # tiles of nobody come last
+        places = first + tl.arange(0, ROWS).to(tl.int64)
         source = tl.load(source_ptr + places).to(tl.int64)
         inside = source >= 0
         tile = expert * tl.num_programs(0) + tl.program_id(0)
@@ -118,6 +120,8 @@ def _grouped_gate_up_kernel(
         columns = tl.program_id(0) * HALF + tl.arange(0, HALF)
         wanted = inside[:, None] & (columns < N)[None, :]
         tl.store(out_ptr + places[:, None] * N + columns[None, :], hidden, mask=wanted)
+        first += tl.num_programs(1) * ROWS
+        expert = tl.load(expert_ptr + first, mask=first < num_places, other=-1).to(tl.int64)
 
 
 @triton.jit
@@ -128,6 +132,7 @@ def _grouped_down_kernel(
     out_ptr,
     expert_ptr,
     source_ptr,
+    num_places,
     lift,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -136,15 +141,18 @@ def _grouped_down_kernel(
     PLAIN: tl.constexpr,
 ):
     """128 columns of what an expert answers to a tile of its rows, which lie in their places."""
-    places = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    expert = tl.load(expert_ptr + tl.program_id(1) * ROWS).to(tl.int64)
-    if expert >= 0:
+    first = tl.program_id(1) * ROWS
+    expert = tl.load(expert_ptr + first).to(tl.int64)
+    while expert >= 0:  # tiles of nobody come last
+        places = first + tl.arange(0, ROWS).to(tl.int64)
         inside = tl.load(source_ptr + places) >= 0
         tile = expert * tl.num_programs(0) + tl.program_id(0)
         total = lift * _multiply(x_ptr, places, inside, words_ptr, factor_ptr, tile, K, WHOLE, ROWS, PLAIN)
         columns = tl.program_id(0) * _TILE_ROWS + tl.arange(0, _TILE_ROWS)
         wanted = inside[:, None] & (columns < N)[None, :]
         tl.store(out_ptr + places[:, None] * N + columns[None, :], tl.trans(total), mask=wanted)
+        first += tl.num_programs(1) * ROWS
+        expert = tl.load(expert_ptr + first, mask=first < num_places, other=-1).to(tl.int64)
 
 
 @dataclass(slots=True, frozen=True)
@@ -155,6 +163,15 @@ class Fp4Experts:
     down: Fp4Tiles
     hidden: int  # D
     width: int  # I
+
+
+@dataclass(slots=True, frozen=True)
+class _Tiles:
+    """How copies are cut: rows of a tile, as many as an expert is expected to get, rounded up to a power of two; and
+    programs that go through the tiles, one for each that is expected."""
+
+    rows: int
+    programs: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -181,24 +198,31 @@ class ExpertMLP:
         return activations.values
 
     def __call__(
-        self, rows: Tensor, expert_ids: Tensor, weights: Tensor, experts: Fp4Experts, *, limit: float
+        self,
+        rows: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        experts: Fp4Experts,
+        *,
+        limit: float,
+        expected_copies: int | None = None,
     ) -> ExpertRows:
         num_experts = len(experts.down.words)
-        tile = _tile_size(expert_ids.numel(), num_experts)
-        layout = lay_out_experts(expert_ids, num_experts=num_experts, tile=tile)
+        tiles = _tiles(expert_ids.numel(), num_experts, expected_copies)
+        layout = lay_out_experts(expert_ids, num_experts=num_experts, tile=tiles.rows)
         if not layout.num_places:
             return ExpertRows(rows[:0], layout.places)
         x = fp8_values(rows) if self.numerics.quantise_activations else rows.contiguous()
-        hidden = self._gate_up(x, weights, experts, layout, tile, limit)
-        return ExpertRows(self._down(hidden, experts, layout, tile), layout.places)
+        hidden = self._gate_up(x, weights, experts, layout, tiles, limit)
+        return ExpertRows(self._down(hidden, experts, layout, tiles), layout.places)
 
     def _gate_up(
-        self, x: Tensor, weights: Tensor, experts: Fp4Experts, layout: ExpertLayout, tile: int, limit: float
+        self, x: Tensor, weights: Tensor, experts: Fp4Experts, layout: ExpertLayout, cut: _Tiles, limit: float
     ) -> Tensor:
         """[P, I] in the padded places; those of no row are unwritten."""
         out = torch.empty(layout.num_places, experts.width, dtype=x.dtype, device=x.device)
         tiles = experts.gate_up
-        _grouped_gate_up_kernel[(tiles.words.shape[1], layout.num_places // tile)](
+        _grouped_gate_up_kernel[(tiles.words.shape[1], cut.programs)](
             x,
             tiles.words,
             tiles.factors,
@@ -207,43 +231,46 @@ class ExpertMLP:
             layout.source,
             layout.copy,
             weights.contiguous(),
+            layout.num_places,
             limit,
             tiles.lift,
             N=experts.width,
             K=experts.hidden,
             WHOLE=experts.hidden % BLOCK == 0,
-            ROWS=tile,
+            ROWS=cut.rows,
             QUANTISE=self.numerics.quantise_activations,
             PLAIN=not x.is_cuda,
             num_warps=_WARPS,
         )
         return out
 
-    def _down(self, hidden: Tensor, experts: Fp4Experts, layout: ExpertLayout, tile: int) -> Tensor:
+    def _down(self, hidden: Tensor, experts: Fp4Experts, layout: ExpertLayout, cut: _Tiles) -> Tensor:
         """[P, D], likewise."""
         out = torch.empty(layout.num_places, experts.hidden, dtype=hidden.dtype, device=hidden.device)
         tiles = experts.down
-        _grouped_down_kernel[(tiles.words.shape[1], layout.num_places // tile)](
+        _grouped_down_kernel[(tiles.words.shape[1], cut.programs)](
             hidden,
             tiles.words,
             tiles.factors,
             out,
             layout.expert,
             layout.source,
+            layout.num_places,
             tiles.lift,
             N=experts.hidden,
             K=experts.width,
             WHOLE=experts.width % BLOCK == 0,
-            ROWS=tile,
+            ROWS=cut.rows,
             PLAIN=not hidden.is_cuda,
             num_warps=_WARPS,
         )
         return out
 
 
-def _tile_size(num_copies: int, num_experts: int) -> int:
-    """Rows of a tile: as many as an expert gets on average, rounded up to a power of two."""
-    return min(_MAX_TILE, max(_MIN_TILE, triton.next_power_of_2(-(-num_copies // num_experts))))
+def _tiles(num_copies: int, num_experts: int, expected_copies: int | None) -> _Tiles:
+    expected = num_copies if expected_copies is None else min(expected_copies, num_copies)
+    rows = min(_MAX_TILE, max(_MIN_TILE, triton.next_power_of_2(-(-expected // num_experts))))
+    return _Tiles(rows, expected // rows + min(num_experts, num_copies))
 
 
 IMPLEMENTATIONS = (triton_kernel("expert_mlp", ExpertMLP, dtypes=BF16),)

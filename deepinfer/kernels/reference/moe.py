@@ -69,7 +69,14 @@ class ExpertMLP:
         return activations.values
 
     def __call__(
-        self, rows: Tensor, expert_ids: Tensor, weights: Tensor, experts: PreparedExperts, *, limit: float
+        self,
+        rows: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        experts: PreparedExperts,
+        *,
+        limit: float,
+        expected_copies: int | None = None,  # noqa: ARG002  no bound of anything here
     ) -> ExpertRows:
         copies, counts = _order_copies(expert_ids, num_experts=len(experts.down))
         tile_places, tile_experts = _place_copies(counts)

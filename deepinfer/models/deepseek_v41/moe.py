@@ -58,7 +58,14 @@ class MixtureOfExperts:
         )
         packed = kernels.expert_mlp.pack(hidden, self.experts)
         arrived = dispatcher.dispatch(packed, expert_ids, weights)
-        rows = kernels.expert_mlp(arrived.rows, arrived.expert_ids, arrived.weights, self.experts, limit=self.limit)
+        rows = kernels.expert_mlp(
+            arrived.rows,
+            arrived.expert_ids,
+            arrived.weights,
+            self.experts,
+            limit=self.limit,
+            expected_copies=arrived.expected_copies,
+        )
         return ExpertSum(dispatcher.combine(rows, arrived), shared.wait())
 
     def _shared(self, hidden: Activations) -> Tensor:
