@@ -127,8 +127,8 @@ def check_uneven_experts(bench: Bench) -> None:
     weights[1][0, 5, 2] -= 30
     uneven = own.prepare(*weights)
     activations = Activations(bench.normal(sizes.rows, sizes.hidden))
-    packed = own.pack(activations, uneven)
-    same(packed, own.pack(activations, even))
+    packed, used = own.pack(activations, uneven), sizes.hidden + sizes.hidden // 128
+    same(packed[:, :used], own.pack(activations, even)[:, :used])
     ids, factor = bench.integers(0, 2, sizes.rows, 1), bench.normal(sizes.rows, 1, dtype=torch.float32)
     found = own(packed, ids, factor, uneven, limit=10.0)
     reference = bench.reference.expert_mlp
