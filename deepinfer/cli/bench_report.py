@@ -163,12 +163,18 @@ def kind_seconds(report: Report) -> dict[str, float]:
     kernels = report.times.kernels
     if kernels is None or not kernels.wall_seconds:
         return {}
-    passes = kernels.wall_seconds / report.seconds
+    passes = _num_watched(report)
     totals: dict[str, float] = {}
     for kernel in kernels.kernels:
         kind = kind_of(kernel.name)
         totals[kind] = totals.get(kind, 0.0) + kernel.seconds / passes
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def _num_watched(report: Report) -> float:
+    """Return how many passes the profiler saw, though it may have begun in the middle of one."""
+    kernels = report.times.kernels
+    return 1.0 if kernels is None else kernels.num_steps / report.times.steps_per_pass
 
 
 def kind_roofs(report: Report) -> dict[str, float]:
@@ -201,8 +207,8 @@ def _kernel_table(report: Report) -> Table | None:
     kernels = report.times.kernels
     if kernels is None or not kernels.kernels:
         return None
-    passes = kernels.wall_seconds / report.seconds
-    table = _table(f"kernels of a pass, by name, over {passes:.1f} passes", "ms", "calls", "us a call", "kernel")
+    passes = _num_watched(report)
+    table = _table(f"kernels of a pass, by name, of {passes:g} passes", "ms", "calls", "us a call", "kernel")
     for kernel in kernels.kernels[:_MAX_KERNELS]:
         table.add_row(
             f"{1e3 * kernel.seconds / passes:.3f}",

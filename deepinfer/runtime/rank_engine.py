@@ -151,9 +151,9 @@ class RankEngine:
             "wake_id": self._wake_id,
         }
 
-    def profile(self, num_steps: int, wait_seconds: float) -> StepProfile | None:
+    def profile(self, num_steps: int, wait_seconds: float, *, with_host: bool = True) -> StepProfile | None:
         """Profile the next steps; see `StepProfiler.take`."""
-        return self._profiler.take(num_steps, wait_seconds=wait_seconds)
+        return self._profiler.take(num_steps, wait_seconds=wait_seconds, with_host=with_host)
 
     # ---- the step thread
 

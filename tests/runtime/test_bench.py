@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepinfer.cli import bench
+from deepinfer.cli import bench, bench_report
 from deepinfer.cli.main import run_command
 from deepinfer.errors import RequestError
 from deepinfer.models.deepseek_v41.model import DeepseekV41
 from deepinfer.models.deepseek_v41.random_model import RandomModel
+from deepinfer.protocol import StepProfile
 from deepinfer.runtime import build
 from deepinfer.runtime.bench import bench_rank
+from deepinfer.runtime.bench.kernel_times import KernelTime, KernelTimes, kernel_times
 from deepinfer.runtime.bench.scheduling import driver_cost
 from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.rank_engine import RankEngine
@@ -75,6 +79,43 @@ def test_prompts_run_in_one_step_unless_a_file_or_a_setting_says_otherwise(
     for settings, wanted in ((None, expected), (["prefill.max_tokens_per_step=100"], 100)):
         config = bench._config(cluster, settings, "tiny", verbose=False)
         assert config.prefill.step_tokens == wanted
+
+
+def _event(name: str, begin: float, duration: float, category: str = "kernel") -> dict[str, object]:
+    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration}
+
+
+def test_kernels_of_a_profile_are_added_up_by_name() -> None:
+    """Two overlap, one copy, a pause of 5 microseconds, and events that are none of the device's."""
+    events = [
+        _event("product", 100.0, 10.0),
+        _event("norm", 105.0, 15.0),
+        _event("Memcpy HtoD", 125.0, 5.0, "gpu_memcpy"),
+        _event("product", 130.0, 20.0),
+        _event("aten::mm", 0.0, 500.0, "cpu_op"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    trace = gzip.compress(json.dumps({"traceEvents": events}).encode())
+    found = kernel_times(StepProfile(num_steps=2, seconds=1.0, trace=trace))
+    assert found.num_steps == 2
+    assert (found.wall_seconds, found.busy_seconds) == (pytest.approx(50e-6), pytest.approx(45e-6))
+    assert [(kernel.name, kernel.count) for kernel in found.kernels] == [
+        ("product", 2),
+        ("norm", 1),
+        ("Memcpy HtoD", 1),
+    ]
+    assert [kernel.seconds for kernel in found.kernels] == pytest.approx([30e-6, 15e-6, 5e-6])
+
+
+def test_kernels_of_a_pass_are_those_of_its_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two steps a prompt, of which eight were watched: four prompts."""
+    options = ["--tokens", "48", "--steps", "1", "--set", "prefill.max_tokens_per_step=24"]
+    watched = KernelTimes(8, 1.0, 0.5, (KernelTime("_route_kernel", 320, 0.4),))
+    reports: list[Any] = []
+    monkeypatch.setattr(bench, "print_report", lambda report, _: reports.append(report))
+    _run(monkeypatch, tmp_path, "prefill", *options)
+    report = replace(reports[0], times=replace(reports[0].times, kernels=watched))
+    assert list(bench_report.kind_seconds(report).values()) == [pytest.approx(0.1)]
 
 
 def test_scheduling(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from deepinfer.platforms.devices import describe_devices
 from deepinfer.platforms.platform import load_platform
 from deepinfer.protocol import Role
 from deepinfer.runtime.bench.ceilings import Ceilings, measure_ceilings
-from deepinfer.runtime.bench.kernel_times import KernelTimes, watch_kernels
+from deepinfer.runtime.bench.kernel_times import KernelTimes, kernel_times
 from deepinfer.runtime.bench.requests import decode_batch, prefill_batch
 from deepinfer.runtime.bench.step_log import EngineThread, Step, StepLog
 from deepinfer.runtime.build import build_rank_engine
@@ -30,6 +30,7 @@ from deepinfer.tokenizer import Tokenizer
 
 _SLACK_STEPS = 256  # that run while nobody looks: between measuring and watching, and at the end
 _SLACK_PROMPTS = 3
+_WATCH_SECONDS = 60.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,7 +95,7 @@ def run_bench(case: BenchCase, config: ClusterConfig, spec: ModelSpec, tokenizer
     platform = load_platform(config.accelerator)
     ceilings = measure_ceilings(platform.device)
     if ceilings is not None:
-        watch_kernels(_do_nothing)  # the first time takes seconds
+        _start_profiler()
     log, begin = StepLog(), time.perf_counter()
     held: dict[str, int] = {}
 
@@ -110,8 +111,9 @@ def run_bench(case: BenchCase, config: ClusterConfig, spec: ModelSpec, tokenizer
         _post(case, spec.vocab_size, engine)
         passes = _measured(case, thread, log, steps_each=steps_each)
         if platform.device.type == "cuda" and case.num_watched:
-            until = len(log.steps) + case.num_watched * steps_each
-            kernels = watch_kernels(lambda: log.wait(until, thread))
+            profile = engine.profile(case.num_watched * steps_each, _WATCH_SECONDS, with_host=False)
+            thread.check()
+            kernels = None if profile is None else kernel_times(profile)
     memory = platform.memory_info()
     ends = [steps[-1].read_seconds for steps in passes]
     return BenchTimes(
@@ -203,8 +205,10 @@ def _tokens_per_pass(case: BenchCase, log: StepLog) -> float:
     return 1 + accepted / max(1, len(log.steps) * case.num_requests)
 
 
-def _do_nothing() -> None:
-    torch.ones(1, device="cuda")
+def _start_profiler() -> None:
+    """Profile next to nothing: the first time takes seconds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
+        torch.ones(1, device="cuda")
 
 
 def _most(device: torch.device) -> int:

@@ -1,18 +1,19 @@
-"""Which kernels the device ran while an engine was working, by torch's profiler. Kernels inside graphs count too."""
+"""Which kernels the device ran in the steps of a profile. Kernels inside graphs count too."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import gzip
+import json
 from dataclasses import dataclass
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from deepinfer.protocol import StepProfile
+
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # as a Chrome trace calls them
 
 
 @dataclass(slots=True, frozen=True)
 class KernelTime:
-    """One kernel: how often it ran, and its time in all."""
+    """One kernel or kind of copy: how often it ran, and its time in all."""
 
     name: str
     count: int
@@ -21,35 +22,36 @@ class KernelTime:
 
 @dataclass(slots=True, frozen=True)
 class KernelTimes:
-    """`kernels` by falling time, over `wall_seconds`; `busy_seconds` of these some kernel or copy was running."""
+    """`kernels` of `num_steps` whole steps by falling time, over `wall_seconds` from the first one's begin to the last
+    one's end; `busy_seconds` of these some kernel or copy was running.
+    """
 
+    num_steps: int
     wall_seconds: float
     busy_seconds: float
     kernels: tuple[KernelTime, ...]
 
 
-def watch_kernels(wait: Callable[[], None]) -> KernelTimes:
-    """Record what runs on the GPU until `wait` returns: from the first kernel's begin to the last one's."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        wait()
-        torch.cuda.synchronize()
-        time.sleep(0.05)
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events() or ()
-        if event.device_type.name == "CUDA"
-    )
+def kernel_times(profile: StepProfile) -> KernelTimes:
+    """Add up what ran on the device, by name."""
+    events = [event for event in json.loads(gzip.decompress(profile.trace))["traceEvents"] if _is_on_device(event)]
+    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
     if not spans:
-        return KernelTimes(0.0, 0.0, ())
+        return KernelTimes(profile.num_steps, 0.0, 0.0, ())
     totals: dict[str, tuple[int, float]] = {}
-    for begin, end, name in spans[:-1]:
-        count, seconds = totals.get(name, (0, 0.0))
-        totals[name] = count + 1, seconds + (end - begin) / 1e6
+    for event in events:
+        count, seconds = totals.get(event["name"], (0, 0.0))
+        totals[event["name"]] = count + 1, seconds + event["dur"] / 1e6
     kernels = tuple(
         KernelTime(name, count, seconds)
         for name, (count, seconds) in sorted(totals.items(), key=lambda item: -item[1][1])
     )
-    return KernelTimes((spans[-1][0] - spans[0][0]) / 1e6, _covered([span[:2] for span in spans[:-1]]) / 1e6, kernels)
+    wall = max(end for _, end in spans) - spans[0][0]
+    return KernelTimes(profile.num_steps, wall / 1e6, _covered(spans) / 1e6, kernels)
+
+
+def _is_on_device(event: dict[str, object]) -> bool:
+    return event.get("ph") == "X" and event.get("cat") in _ON_DEVICE
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
