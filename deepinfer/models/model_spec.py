@@ -58,7 +58,8 @@ class ForwardInputs:
     are at consecutive positions; padding rows come last, at position 0, and may be counted to any last sequence.
     `block_tables`: per paged group [B, max_blocks] int64, unused entries 0 (the padding block);
     `token_table` [S, max_model_len] int32: all tokens of a slot by position, this step's input rows included
-    (look-back of n-gram models); `logit_rows` [L] int64: the rows whose logits are wanted;
+    (look-back of n-gram models); `logit_rows` [L] int64: the rows whose logits are wanted,
+    None: all of them;
     `is_padding` [T] bool: inert rows; they are written to slot 0 / block 0 and sent to no expert.
     `caches` is the model's own object, from `Model.allocate_caches`.
     `prompts`: None when no row belongs to a prompt; a model may then run every row through all its layers.
@@ -71,7 +72,7 @@ class ForwardInputs:
     sequence_starts: torch.Tensor
     block_tables: dict[str, torch.Tensor]
     token_table: torch.Tensor
-    logit_rows: torch.Tensor
+    logit_rows: torch.Tensor | None
     is_padding: torch.Tensor
     caches: Any
     kernels: KernelSet

@@ -132,14 +132,15 @@ def build_inputs(
     layout = _lay_out(around, chunks, decode, max(1, num_rows))
     host_slots = [chunk.slot for chunk in plan.chunks] + plan.decode_slots.tolist()
     forward = _forward_inputs(around, layout, table.block_rows(layout.slots, host_slots))
-    logit_rows = [sent["chunk logits"]] if plan.chunks else []
-    if decode:
-        logit_rows.append(torch.arange(num_chunk_rows, num_rows, device=table.device))
-    nothing = torch.zeros(0, dtype=torch.int64, device=table.device)
+    logit_rows, nothing = None, torch.zeros(0, dtype=torch.int64, device=table.device)
+    if plan.chunks:
+        logit_rows = torch.cat((sent["chunk logits"], torch.arange(num_chunk_rows, num_rows, device=table.device)))
+    elif not decode:
+        logit_rows = nothing
     return StepInputs(
         forward=replace(
             forward,
-            logit_rows=torch.cat(logit_rows) if logit_rows else nothing,
+            logit_rows=logit_rows,
             prompts=_prompts(plan, table),
         ),
         verify=_verify_rows(table, layout, decode, num_chunk_rows) if decode else None,
@@ -220,7 +221,7 @@ def _forward_inputs(around: Surroundings, layout: RowLayout, block_tables: dict[
         sequence_starts=layout.starts,
         block_tables=block_tables,
         token_table=table.token_table,
-        logit_rows=torch.arange(len(layout.positions), device=table.device),
+        logit_rows=None,
         is_padding=layout.is_padding,
         caches=around.caches,
         kernels=around.kernels,

@@ -126,7 +126,8 @@ class ModelRunner:
                 self._run_whole(decode)
             else:
                 step = build_decode_inputs(self._around, decode).forward
-                self._model.forward(replace(step, logit_rows=step.logit_rows[:num_logits]))
+                wanted = torch.arange(num_logits, device=slots.device)
+                self._model.forward(replace(step, logit_rows=wanted))
 
     def start_step(self, plan: StepPlan) -> None:
         """Apply admissions and grants and run the rows; `finish_step` of the same plan comes next."""

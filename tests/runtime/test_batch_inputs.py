@@ -90,6 +90,7 @@ def test_decode_rows_stand_behind_chunks() -> None:
     assert forward.is_padding.tolist() == [False] * 5
     assert forward.block_tables["global"].tolist() == [[7, 8], [5, 0], [3, 0], [0, 0]]
     # Logits: the two prompt rows that predict a prompt token, then the sampling row, then decode rows.
+    assert forward.logit_rows is not None
     assert forward.logit_rows.tolist() == [0, 1, 2, 3, 4]
     (prompt,) = chunk_logits(plan, table).prompts
     assert (prompt.slot, prompt.first_logit, prompt.num_rows, prompt.first_position) == (1, 0, 2, 4)
@@ -110,6 +111,7 @@ def test_positions_follow_what_the_device_has_committed() -> None:
     table = _table()
     table.commit(torch.tensor([4, 2]), torch.tensor([[51], [52]]), torch.tensor([1, 1]))
     forward = _build(StepPlan(0, decode_slots=np.array([2, 4], np.int32)), table)[0].forward
+    assert forward.logit_rows is None, "all of them"
     assert forward.token_ids.tolist() == [52, 51]
     assert forward.positions.tolist() == [3, 2]
 

@@ -130,7 +130,8 @@ class _Plain:
     capturable = True
 
     def forward(self, inputs: ForwardInputs) -> ForwardOutput:
-        rows = inputs.token_ids[inputs.logit_rows] * 31 + inputs.positions[inputs.logit_rows] * 7
+        wanted = slice(None) if inputs.logit_rows is None else inputs.logit_rows
+        rows = inputs.token_ids[wanted] * 31 + inputs.positions[wanted] * 7
         return ForwardOutput(((rows[:, None] * torch.arange(1, VOCAB_SIZE + 1)) % 61).float() / 7)
 
 

@@ -60,11 +60,12 @@ class FakeModel:
         expert_ids = torch.stack([states % NUM_EXPERTS, states // 11 % NUM_EXPERTS], dim=1)
         expert_ids[inputs.is_padding] = -1
         mixed = states + _through_experts(inputs, rows, expert_ids)
-        chosen = mixed[inputs.logit_rows]
+        wanted = slice(None) if inputs.logit_rows is None else inputs.logit_rows
+        chosen = mixed[wanted]
         tokens = torch.arange(VOCAB_SIZE)
         logits = ((chosen[:, None] % 99991 * 7919 + (tokens + 3) ** 3 * 104729) % 9973).to(torch.float32) / 997.0
         if self.nan_token is not None:
-            logits[inputs.token_ids[inputs.logit_rows] == self.nan_token] = torch.nan
+            logits[inputs.token_ids[wanted] == self.nan_token] = torch.nan
         time.sleep(max(0.0, end - time.monotonic()))
         return ForwardOutput(logits)
 

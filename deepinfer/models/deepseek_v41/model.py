@@ -167,7 +167,8 @@ class DeepseekV41:
                     tap.keep(here.kept)
         storing = self.ahead.start(lambda: self._store_features(tap, rows, inputs.caches))
         residual = residual.settled(self.kernels)
-        logits = self.logits(residual.streams[logit_rows], residual.pre[logit_rows])
+        streams, pre = residual.streams, residual.pre
+        logits = self.logits(streams, pre) if logit_rows is None else self.logits(streams[logit_rows], pre[logit_rows])
         storing.wait()
         return ForwardOutput(logits)
 
@@ -202,6 +203,7 @@ class DeepseekV41:
         others = [0] * (len(inputs.sequence_slots) - len(starts))
         window_starts = upload(np.array([*starts, *others], np.int64), self.device)
         inputs = keep_rows(inputs, kept)
+        assert inputs.logit_rows is not None, "the rows of prompts do not all give logits"
         return cut_rows(rows, self.step_rows(inputs, window_starts=window_starts), kept, inputs.logit_rows)
 
     def step_rows(self, inputs: ForwardInputs, *, window_starts: Tensor | None = None) -> StepRows:

@@ -72,7 +72,7 @@ def keep_rows(inputs: ForwardInputs, kept: Tensor) -> ForwardInputs:
         positions=inputs.positions[kept],
         row_sequence=inputs.row_sequence[kept],
         sequence_starts=torch.searchsorted(kept, inputs.sequence_starts),
-        logit_rows=torch.searchsorted(kept, inputs.logit_rows),
+        logit_rows=None if inputs.logit_rows is None else torch.searchsorted(kept, inputs.logit_rows),
         is_padding=inputs.is_padding[kept],
     )
 
