@@ -22,7 +22,6 @@ GEMM = "void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0, 0u, {}u, {
         ("_cast_kernel", "casts to FP8"),
         ("_step_layout_kernel", "rows of a step and their lists"),
         ("_sum_parts_kernel", "bf16 products: router, heads, compressors"),
-        ("_router_kernel", "bf16 products: router, heads, compressors"),
         ("nvjet_sm90_tss_128x160_64x5_2x1_v_bz_TNT", "bf16 products: router, heads, compressors"),
         ("void at::native::vectorized_elementwise_kernel<2, at::native::where", "torch's own small kernels"),
         ("something_new", OTHER),

@@ -1,28 +1,34 @@
-"""Cases of the router's product in parts and of the choice from them; on a CPU under Triton's interpreter."""
+"""Cases of a product in parts and of the choice of experts from them; on a CPU under Triton's interpreter."""
 
 from __future__ import annotations
 
 import torch
 from support.op_cases import Bench, close, same
 
-from deepinfer.kernels.nvidia.router_product import router_parts
+from deepinfer.kernels.nvidia.gemm import matmul, matmul_parts
 from deepinfer.kernels.nvidia.routing import choose_experts
 
 
 def check_router(bench: Bench) -> None:
-    """A row's logits have the same bits in parts or added, alone or not; tiles stick out; other depths go as well."""
+    """A row has the same bits alone or not; tiles stick out; other depths go as well; so does no row at all."""
     for num_rows, columns, depth in ((70, 96, 1280), (3, 384, 640), (3, 24, 96)):
         x, weight = bench.normal(num_rows, depth), bench.normal(columns, depth, scale=depth**-0.5)
-        parts, added = router_parts(x, weight), router_parts(x, weight, max_split_rows=0)
-        assert (len(parts) > 1, len(added)) == (depth % 640 == 0, 1)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        same(added[0], total)
-        close(total, x.double() @ weight.double().t(), 1e-5)
-        same(router_parts(x[2:3], weight), parts[:, 2:3])
-        _check_choice(bench, parts, total)
-    assert router_parts(x[:0], weight).shape[1:] == (0, 24)
+        for few_rows in (False, True):
+            parts = matmul_parts(x, weight, few_rows=few_rows)
+            assert (len(parts) == 5) == (few_rows and depth % 320 == 0)
+            total = _added(parts)
+            close(total, x.double() @ weight.double().t(), 1e-5)
+            same(matmul_parts(x[2:3], weight, few_rows=few_rows), parts[:, 2:3])
+            _check_choice(bench, parts, total)
+        same(_added(matmul_parts(x, weight)), matmul(x.unsqueeze(1), weight.unsqueeze(0), torch.float32))
+        assert matmul_parts(x[:0], weight).shape[1:] == (0, columns)
+
+
+def _added(parts: torch.Tensor) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 def _check_choice(bench: Bench, parts: torch.Tensor, logits: torch.Tensor) -> None:

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import BF16, VERIFIED
 from deepinfer.kernels.nvidia.casts import fp8_values
+from deepinfer.kernels.nvidia.gemm import matmul_parts
 from deepinfer.kernels.nvidia.moe import SwiGLU
 from deepinfer.kernels.nvidia.norm import RMSNorm
-from deepinfer.kernels.nvidia.router_product import router_parts
 from deepinfer.kernels.nvidia.routing import choose_experts
 from deepinfer.kernels.ops import CastRows, Numerics
 from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles
 from deepinfer.kernels.registry import Implementation
 
-_MAX_PART_ROWS = 2048  # up to so many rows, the router's own product is faster, measured on an H200
+_MAX_PART_ROWS = 512  # up to so many rows, parts in Triton are faster than cuBLAS on an H200
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,7 +83,7 @@ class GroupedLinear:
 
 @dataclass(slots=True, frozen=True)
 class RouteTokens:
-    """`ops.RouteTokens`: many rows through cuBLAS, few through the product in Triton."""
+    """`ops.RouteTokens`; few rows go through Triton, whose parts need no kernel that adds them."""
 
     def prepare(self, router: Tensor) -> Tensor:
         return router
@@ -92,7 +92,7 @@ class RouteTokens:
         self, hidden: Tensor, router: Tensor, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
     ) -> tuple[Tensor, Tensor]:
         if len(hidden) <= _MAX_PART_ROWS:
-            parts = router_parts(hidden, router)
+            parts = matmul_parts(hidden, router, few_rows=True)
         else:
             parts = torch.mm(hidden, router.t(), out_dtype=torch.float32).unsqueeze(0)
         return choose_experts(parts, bias, is_padding, num_chosen=num_chosen, scale=scale)

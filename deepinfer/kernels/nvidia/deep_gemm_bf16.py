@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import deep_gemm
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import BF16, VERIFIED
 from deepinfer.kernels.nvidia.gemm import matmul
+from deepinfer.kernels.nvidia.routing import choose_experts
+from deepinfer.kernels.ops import Numerics
 from deepinfer.kernels.registry import Implementation
 
 _UNIT = 64  # of which K has to be a multiple
@@ -34,15 +38,31 @@ class Linear:
         return out
 
 
-IMPLEMENTATIONS = (
-    Implementation(
-        op="linear",
-        build=lambda _: Linear(),
+@dataclass(slots=True, frozen=True)
+class RouteTokens:
+    """`ops.RouteTokens`."""
+
+    def prepare(self, router: Tensor) -> Tensor:
+        return router
+
+    def __call__(
+        self, hidden: Tensor, router: Tensor, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        logits = Linear()(hidden, router, out_dtype=torch.float32)
+        return choose_experts(logits.unsqueeze(0), bias, is_padding, num_chosen=num_chosen, scale=scale)
+
+
+def _entry(op: str, build: Callable[[Numerics], Any]) -> Implementation:
+    return Implementation(
+        op=op,
+        build=build,
         device_types=("cuda",),
         dtypes=BF16,
         batch_invariant=True,
         package="sgl-deep-gemm",
         verified_chips=VERIFIED,
         required_chips=("sm_90",),
-    ),
-)
+    )
+
+
+IMPLEMENTATIONS = (_entry("linear", lambda _: Linear()), _entry("route_tokens", lambda _: RouteTokens()))

@@ -40,6 +40,7 @@ _FLOAT32 = _Tiles(64, 128, 32, 1, 4, 3)
 # without matrix units every column of a tile costs, there or not
 _FLOAT32_FEW = _Tiles(16, 16, 64, 4, 4, 3)
 _NARROW = _Tiles(64, 128, 64, 4, 4, 4)  # tiles of all of K would keep too few processors busy
+_FEW_ROWS = _Tiles(64, 64, 64, 5, 4, 5)  # the same for up to some hundreds of rows
 _MEDIUM = _Tiles(64, 128, 64, 1, 4, 4)
 _WIDE = _Tiles(128, 256, 64, 1, 8, 3)
 _NARROW_COLUMNS, _MEDIUM_COLUMNS = 512, 2048  # at the most
@@ -115,15 +116,35 @@ def _sum_parts_kernel(parts_ptr, out_ptr, count, PARTS: tl.constexpr, BLOCK: tl.
 
 def matmul(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     """x [T, G, K] times weight [G, N, K] transposed, group by group -> [T, G * N]; x is cast to the weight's dtype."""
-    num_rows = x.shape[0]
     num_groups, n, k = weight.shape
     tiles = _tiles(num_groups * n, k, weight.dtype)
-    out = torch.empty(num_rows, num_groups * n, dtype=out_dtype, device=x.device)
+    if tiles.parts == 1:
+        return _multiply(x, weight, tiles, out_dtype)[0]
+    parts = _multiply(x, weight, tiles, torch.float32)
+    out = torch.empty(parts.shape[1:], dtype=out_dtype, device=x.device)
+    if len(x):
+        _sum_parts_kernel[(triton.cdiv(out.numel(), 1024),)](parts, out, out.numel(), PARTS=tiles.parts, BLOCK=1024)
+    return out
+
+
+def matmul_parts(x: Tensor, weight: Tensor, *, few_rows: bool = False) -> Tensor:
+    """x [T, K] times weight [N, K] transposed -> float32 [P, T, N], P parts of the sum that the caller adds in order.
+
+    N is small. P depends on the weight and on `few_rows`: some hundreds at the most.
+    """
+    tiles = _tiles(*weight.shape, weight.dtype)
+    if few_rows and weight.dtype == torch.bfloat16 and weight.shape[1] % (_FEW_ROWS.parts * _FEW_ROWS.depth) == 0:
+        tiles = _FEW_ROWS
+    return _multiply(x.unsqueeze(1), weight.unsqueeze(0), tiles, torch.float32)
+
+
+def _multiply(x: Tensor, weight: Tensor, tiles: _Tiles, out_dtype: torch.dtype) -> Tensor:
+    """Return the parts [P, T, G * N] of a product as `matmul` takes it."""
+    num_rows = x.shape[0]
+    num_groups, n, k = weight.shape
+    parts = torch.empty(tiles.parts, num_rows, num_groups * n, dtype=out_dtype, device=x.device)
     if not num_rows:
-        return out
-    parts = out
-    if tiles.parts > 1:
-        parts = torch.empty(tiles.parts, *out.shape, dtype=torch.float32, device=x.device)
+        return parts
     x = x.contiguous()
     num_tiles = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(n, tiles.columns)
     _matmul_kernel[(num_tiles, num_groups, tiles.parts)](
@@ -132,8 +153,8 @@ def matmul(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
         parts,
         num_rows,
         x.stride(0),
-        out.stride(0),
-        out.numel(),
+        parts.stride(1),
+        parts.stride(0),
         N=n,
         K=k,
         PARTS=tiles.parts,
@@ -144,9 +165,7 @@ def matmul(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    if tiles.parts > 1:
-        _sum_parts_kernel[(triton.cdiv(out.numel(), 1024),)](parts, out, out.numel(), PARTS=tiles.parts, BLOCK=1024)
-    return out
+    return parts
 
 
 @dataclass(slots=True, frozen=True)

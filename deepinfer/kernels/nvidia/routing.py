@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
-from deepinfer.kernels.nvidia.router_product import router_parts
+from deepinfer.kernels.nvidia.gemm import matmul_parts
 
 _LOWEST = tl.constexpr(-(2**31))  # below the key of every number
 
@@ -119,7 +119,7 @@ class RouteTokens:
     def __call__(
         self, hidden: Tensor, router: Tensor, bias: Tensor, is_padding: Tensor, *, num_chosen: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        parts = router_parts(hidden, router)
+        parts = matmul_parts(hidden, router.to(hidden.dtype))
         return choose_experts(parts, bias, is_padding, num_chosen=num_chosen, scale=scale)
 
 

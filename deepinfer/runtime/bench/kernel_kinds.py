@@ -21,7 +21,7 @@ _KINDS: Final = (
     (r"_swiglu", "SwiGLU"),
     (r"_cast_", "casts to FP8"),
     (r"_product_|_coefficients_|_advance_|_update_|_collapse_", "hyper-connections"),
-    (r"nvjet|cublas|cutlass|gemm|_matmul_|_sum_parts_|_router_", "bf16 products: router, heads, compressors"),
+    (r"nvjet|cublas|cutlass|gemm|_matmul_|_sum_parts_", "bf16 products: router, heads, compressors"),
     (r"_place_|_count_|_combine_|_route_|_layout_", "routing, order and sum of experts' rows"),
     (r"_draw_", "sampling"),
     (r"_rotate_|_latent_|_rms_norm_|_norm_|_store_|pack_|_pair_|_round_", "norms, rotation, records"),
