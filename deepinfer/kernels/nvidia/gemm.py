@@ -132,8 +132,9 @@ def matmul_parts(x: Tensor, weight: Tensor, *, few_rows: bool = False) -> Tensor
 
     N is small. P depends on the weight and on `few_rows`: some hundreds at the most.
     """
-    tiles = _tiles(*weight.shape, weight.dtype)
-    if few_rows and weight.dtype == torch.bfloat16 and weight.shape[1] % (_FEW_ROWS.parts * _FEW_ROWS.depth) == 0:
+    n, k = weight.shape
+    tiles = _tiles(n, k, weight.dtype)
+    if few_rows and weight.dtype == torch.bfloat16 and k % (_FEW_ROWS.parts * _FEW_ROWS.depth) == 0:
         tiles = _FEW_ROWS
     return _multiply(x.unsqueeze(1), weight.unsqueeze(0), tiles, torch.float32)
 
