@@ -17,13 +17,15 @@ class SideWork(Generic[T]):
     It holds on to `work`, and so to the tensors that this reads: as long as it lives, their memory is not given away.
     """
 
-    def __init__(self, work: Callable[[], T], stream: torch.cuda.Stream | None) -> None:
-        """Launch `work` on `stream`; None: on the current one."""
+    def __init__(
+        self, work: Callable[[], T], stream: torch.cuda.Stream | None, after: torch.cuda.Event | None = None
+    ) -> None:
+        """Launch `work` on `stream` behind `after`, or else behind all of the current stream; None: on this stream."""
         self._work, self._end = work, None
         if stream is None:
             self._result = work()
             return
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_event(torch.cuda.current_stream().record_event() if after is None else after)
         with torch.cuda.stream(stream):
             self._result = work()
             self._end = stream.record_event()
@@ -33,6 +35,39 @@ class SideWork(Generic[T]):
         if self._end is not None:
             torch.cuda.current_stream().wait_event(self._end)
         return self._result
+
+
+class HeldWork(Generic[T]):
+    """Side work that waits for a good moment.
+
+    Kernels that fill the device keep those launched behind them waiting, however short these are. So what others wait
+    for is to be launched first, even where the side work could have begun before: `ready` notes where it could.
+    """
+
+    def __init__(self, work: Callable[[], T], stream: torch.cuda.Stream | None) -> None:
+        """`stream`: as of `SideWork`."""
+        self._held, self._stream = work, stream
+        self._after: torch.cuda.Event | None = None
+        self._started: SideWork[T] | None = None
+
+    def ready(self) -> None:
+        """Note that the work needs nothing that is launched from here on.
+
+        No result of this side stream may be given up between here and `start`: its memory would be the work's.
+        """
+        if self._stream is not None:
+            self._after = torch.cuda.current_stream().record_event()
+
+    def start(self) -> None:
+        """Launch the work; it follows what had been launched when it was `ready`."""
+        if self._started is None:
+            self._started = SideWork(self._held, self._stream, self._after)
+
+    def wait(self) -> T:
+        """Start the work if it has not been, and return its result as `SideWork.wait` does."""
+        self.start()
+        assert self._started is not None, "started"
+        return self._started.wait()
 
 
 class SideStream:
@@ -50,9 +85,14 @@ class SideStream:
 
         Every start has its `wait` on the stream that records, before the graph ends.
         """
-        if self._stream is None or not torch.cuda.is_current_stream_capturing():
-            return SideWork(work, None)
-        return SideWork(work, self._stream)
+        return SideWork(work, self._usable())
+
+    def hold(self, work: Callable[[], T]) -> HeldWork[T]:
+        """The same, to be started later."""
+        return HeldWork(work, self._usable())
+
+    def _usable(self) -> torch.cuda.Stream | None:
+        return self._stream if self._stream is not None and torch.cuda.is_current_stream_capturing() else None
 
 
 @dataclass(slots=True, frozen=True)

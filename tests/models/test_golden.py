@@ -17,9 +17,10 @@ from support.golden_case import case_names, load_model, mode_kernels, read_tenso
 from support.step_runner import Chunk, StepRunner
 from torch import Tensor
 
-from deepinfer.kernels.ops import Activations
+from deepinfer.kernels.ops import Activations, MixCoefficients
 from deepinfer.kernels.reference.index_select import IndexSelect
 from deepinfer.models.deepseek_v41.indexer import Published
+from deepinfer.platforms.side_stream import SideStream
 
 _PER_ROW_BOUND = 1e-4  # what the golden README asks of a float32 run
 
@@ -163,14 +164,16 @@ def test_layers_from_recorded_inputs(golden_dir: Path, mode: str) -> None:
         ).values()
         inputs = runner.inputs([Chunk(1, 0, prompt)])
         rows = model.step_rows(inputs)
+        beside = SideStream(model.device).hold(lambda: MixCoefficients(*torch.empty(3, 0)))
         for number, layer in enumerate(model.layers):
             name = f"layers.{number}."
-            attention = layer.attention(Activations(recorded[f"{name}attn_in"]), rows, runner.caches, published)
+            attn_in = Activations(recorded[f"{name}attn_in"])
+            attention = layer.attention(attn_in, beside, rows, runner.caches, published)
             check_attention(f"{variant.name} {name}", attention, recorded[f"{name}attn_out"], mode)
             ffn_out = recorded[f"{name}ffn_out"]
             ffn_in = recorded[f"{name}ffn_in"]
             padding = inputs.is_padding[: len(ffn_in)]
-            found = layer.experts(Activations(ffn_in), padding, runner.dispatcher)
+            found = layer.experts(Activations(ffn_in), beside, padding, runner.dispatcher)
             experts = relative_error(model.kernels.combine_experts(found.rows, found.shared), ffn_out)
             assert experts.max() <= (1e-5 if mode == "fp32_noq" else 1e-2), f"{variant.name} {name} {experts.max()}"
 

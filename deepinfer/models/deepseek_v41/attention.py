@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepinfer.kernels.ops import Activations
+from deepinfer.kernels.ops import Activations, MixCoefficients
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.caches import Caches
 from deepinfer.models.deepseek_v41.compressor import Compressor
@@ -15,7 +15,7 @@ from deepinfer.models.deepseek_v41.rope import Rotation
 from deepinfer.models.deepseek_v41.stacked import stack_rows
 from deepinfer.models.deepseek_v41.step_rows import StepRows
 from deepinfer.models.deepseek_v41.weight_types import AttentionWeights, QuantizedLinear
-from deepinfer.platforms.side_stream import SideStream
+from deepinfer.platforms.side_stream import HeldWork, SideStream
 
 
 class Attention:
@@ -55,11 +55,18 @@ class Attention:
             )
 
     def __call__(
-        self, hidden: Activations, rows: StepRows, caches: Caches, published: Published, cut: Cut | None = None
+        self,
+        hidden: Activations,
+        mixing: HeldWork[MixCoefficients],
+        rows: StepRows,
+        caches: Caches,
+        published: Published,
+        cut: Cut | None = None,
     ) -> Tensor:
         """Return [T, D] from the normalised input `hidden` [T, D]; writes this layer's caches.
 
-        With `cut` all rows write, and [K, D] of the kept ones is returned.
+        `mixing` starts behind the attention kernel, whose last blocks leave room. With `cut` all rows write, and [K, D]
+        of the kept ones is returned.
         """
         query_latent, latent = self.compress(hidden)
         asking, asking_latent = rows, query_latent
@@ -79,7 +86,9 @@ class Attention:
         keys = self.side.start(make_keys)
         query = self.queries(asking_latent, self._rotation(asking))
         records = keys.wait()
+        mixing.ready()
         mixed = self._attend(query, records, asking, caches, published)
+        mixing.start()
         storing = self.side.start(
             lambda: self.kernels.store_rows(caches.window[self.layer], rows.ring_targets, records)
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.ops import Activations
+from deepinfer.kernels.ops import Activations, MixCoefficients
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.kernels.step_ops import BlockRows, RingShapes
 from deepinfer.models.deepseek_v41.attention import Attention
@@ -21,7 +21,7 @@ from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
 from deepinfer.models.deepseek_v41.rope import Rotation, window_frequencies
 from deepinfer.models.deepseek_v41.weight_types import DraftWeights, LayerWeights
 from deepinfer.models.model_spec import DraftBlock, DraftInputs
-from deepinfer.platforms.side_stream import SideStreams
+from deepinfer.platforms.side_stream import HeldWork, SideStreams
 
 
 class DraftStage:
@@ -51,13 +51,23 @@ class DraftStage:
     ) -> Residual:
         """Return the residual behind this stage; with `kept` [K] that of these rows, by number."""
         residual = self.around_attention(
-            residual, lambda hidden: self._attend(hidden, window_rows, rotation, inputs.caches, kept), kept=kept
+            residual,
+            lambda hidden, mixing: self._attend(hidden, mixing, window_rows, rotation, inputs.caches, kept),
+            kept=kept,
         )
         is_padding = is_padding if kept is None else is_padding[kept]
-        return self.around_experts(residual, lambda hidden: self.experts(hidden, is_padding, inputs.dispatcher))
+        return self.around_experts(
+            residual, lambda hidden, mixing: self.experts(hidden, mixing, is_padding, inputs.dispatcher)
+        )
 
     def _attend(
-        self, hidden: Activations, window_rows: Tensor, rotation: Rotation, caches: Caches, kept: Tensor | None
+        self,
+        hidden: Activations,
+        mixing: HeldWork[MixCoefficients],
+        window_rows: Tensor,
+        rotation: Rotation,
+        caches: Caches,
+        kept: Tensor | None,
     ) -> Tensor:
         query_latent, latent = self.attention.compress(hidden)
         records = self.attention.records(latent, rotation, caches)
@@ -65,6 +75,7 @@ class DraftStage:
             query_latent, window_rows = query_latent[kept], window_rows[kept]
             rotation = Rotation(rotation.cosine[kept], rotation.sine[kept])
         query = self.attention.queries(query_latent, rotation)
+        mixing.ready()
         mixed = self.kernels.sparse_attention(
             query,
             ring=caches.draft[self.stage],
@@ -77,6 +88,7 @@ class DraftStage:
             sink=self.attention.sink,
             scale=self.attention.scale,
         )
+        mixing.start()
         return self.attention.output(mixed, rotation)
 
 

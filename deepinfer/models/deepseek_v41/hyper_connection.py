@@ -12,7 +12,7 @@ from deepinfer.kernels.ops import Activations, ExpertSum, MixCoefficients
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.weight_types import HyperConnectionWeights
-from deepinfer.platforms.side_stream import SideStream
+from deepinfer.platforms.side_stream import HeldWork, SideStream
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,6 +55,9 @@ def open_streams(embedding: Tensor, token_ids: Tensor, num_streams: int, *, dtyp
     return Residual(rows.view(-1, num_streams, embedding.shape[1]), pre)
 
 
+Sublayer = Callable[[Activations, HeldWork[MixCoefficients]], Tensor | ExpertSum]
+
+
 class HyperConnection:
     """Mixing of one sublayer. Its `pre` coefficients collapse the streams for the NEXT sublayer, not for its own."""
 
@@ -67,18 +70,17 @@ class HyperConnection:
         self.epsilon, self.mix_epsilon = config.rms_norm_eps, config.hc_eps
         self.num_iterations = config.hc_sinkhorn_iters
 
-    def __call__(
-        self, residual: Residual, sublayer: Callable[[Activations], Tensor | ExpertSum], *, kept: Tensor | None = None
-    ) -> Residual:
+    def __call__(self, residual: Residual, sublayer: Sublayer, *, kept: Tensor | None = None) -> Residual:
         """Run `sublayer` ([T, D] -> [T, D]) on the normalised collapse of the streams; its update is left pending.
 
-        `kept` [K]: the only rows that `sublayer` answers for and that go on, by number.
+        It is also given the work on the coefficients, to start it where the device has room. `kept` [K]: the only rows
+        that `sublayer` answers for and that go on, by number.
         """
         streams, hidden = self._enter(residual)
         if kept is not None:
             streams = streams[kept]
-        mixing = self.side.start(lambda: self._coefficients(streams))
-        y = sublayer(hidden)
+        mixing = self.side.hold(lambda: self._coefficients(streams))
+        y = sublayer(hidden, mixing)
         coefficients = mixing.wait()
         return Residual(streams, coefficients.pre, Update(y, coefficients.post, coefficients.mix))
 

@@ -73,11 +73,13 @@ class Layer:
             residual = Residual(self.engram(residual.streams, found), residual.pre)
         residual = self.around_attention(
             residual,
-            lambda hidden: self.attention(hidden, rows, inputs.caches, published, cut),
+            lambda hidden, mixing: self.attention(hidden, mixing, rows, inputs.caches, published, cut),
             kept=None if cut is None else cut.kept,
         )
         is_padding = rows.is_padding if cut is None else cut.behind.is_padding
-        return self.around_experts(residual, lambda hidden: self.experts(hidden, is_padding, inputs.dispatcher))
+        return self.around_experts(
+            residual, lambda hidden, mixing: self.experts(hidden, mixing, is_padding, inputs.dispatcher)
+        )
 
 
 class DeepseekV41:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepinfer.distributed.token_dispatcher import TokenDispatcher
-from deepinfer.kernels.ops import Activations, ExpertSum
+from deepinfer.kernels.ops import Activations, ExpertSum, MixCoefficients
 from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.stacked import stack_rows
 from deepinfer.models.deepseek_v41.weight_types import MoeWeights, QuantizedLinear
-from deepinfer.platforms.side_stream import SideStream
+from deepinfer.platforms.side_stream import HeldWork, SideStream
 
 
 class MixtureOfExperts:
@@ -49,13 +49,22 @@ class MixtureOfExperts:
         )
         self.shared_gate_up, self.shared_down = prepare(stack_rows(shared.w1, shared.w3)), prepare(shared.w2)
 
-    def __call__(self, hidden: Activations, is_padding: Tensor, dispatcher: TokenDispatcher) -> ExpertSum:
-        """Return a sum [T, D] from the normalised input `hidden` [T, D]; a collective of the expert-parallel group."""
+    def __call__(
+        self, hidden: Activations, mixing: HeldWork[MixCoefficients], is_padding: Tensor, dispatcher: TokenDispatcher
+    ) -> ExpertSum:
+        """Return a sum [T, D] from the normalised input `hidden` [T, D]; a collective of the expert-parallel group.
+
+        The small kernels between router and experts leave room for the shared expert and `mixing`.
+        """
         kernels = self.kernels
-        shared = self.side.start(lambda: self._shared(hidden))
+        shared = self.side.hold(lambda: self._shared(hidden))
+        shared.ready()
+        mixing.ready()
         expert_ids, weights = kernels.route_tokens(
             hidden.values, self.router, self.bias, is_padding, num_chosen=self.num_chosen, scale=self.scale
         )
+        shared.start()
+        mixing.start()
         packed = kernels.expert_mlp.pack(hidden, self.experts)
         arrived = dispatcher.dispatch(packed, expert_ids, weights)
         rows = kernels.expert_mlp(
