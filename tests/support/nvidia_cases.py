@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepinfer.kernels.nvidia.cast_rows import place_rows, unpack_rows
 from deepinfer.kernels.nvidia.casts import cast_fp8, cast_rows, codes_and_scales
+from deepinfer.kernels.nvidia.engram import gather_rows
 from deepinfer.kernels.nvidia.fp8_weights import dequantise, recast_fp4, round_to_fp8
 from deepinfer.kernels.nvidia.gemm import matmul
 from deepinfer.kernels.nvidia.select import block_maxima, select_largest
@@ -36,6 +37,17 @@ def check_recast(bench: Bench) -> None:
     assert recast_fp4(packed, scale) is None
     packed[1, 5, 32:48] = 0x80
     assert recast_fp4(packed, scale) is not None
+
+
+def check_gathered_rows(bench: Bench) -> None:
+    """Rows of a table read from front to back are where those read in any order are; some are asked for twice."""
+    codes = bench.normal(90, 64, scale=20).to(torch.float8_e4m3fn)
+    scale = bench.integers(100, 140, 90, 2).to(torch.uint8)
+    rows = bench.integers(0, 90, 13, 6)
+    wanted = bench.reference.engram_lookup(rows, codes, scale)
+    for in_table_order in (False, True):
+        same(gather_rows(rows, codes, scale, dtype=wanted.dtype, in_table_order=in_table_order), wanted)
+    same(gather_rows(rows[:0], codes, scale, dtype=wanted.dtype, in_table_order=True), wanted[:0])
 
 
 def check_rough_weights(bench: Bench) -> None:
@@ -225,6 +237,7 @@ CHECKS: dict[str, Check] = {
     "casts_ahead": check_casts_ahead,
     "uneven_experts": check_uneven_experts,
     "unexpected_copies": check_unexpected_copies,
+    "gathered_rows": check_gathered_rows,
     "recast": check_recast,
     "matmul": check_matmul,
     "rough_weights": check_rough_weights,

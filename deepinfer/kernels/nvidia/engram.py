@@ -47,7 +47,10 @@ def _rows_kernel(
 
 
 @triton.jit
-def _lookup_kernel(rows_ptr, table_ptr, scale_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def _lookup_kernel(
+    rows_ptr, places_ptr, table_ptr, scale_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr
+):
+    """Row i goes to place i, with `places_ptr` to the place that it names."""
     entries = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = entries < num_rows
     rows = tl.load(rows_ptr + entries, mask=inside, other=0)
@@ -56,7 +59,8 @@ def _lookup_kernel(rows_ptr, table_ptr, scale_ptr, out_ptr, num_rows, WIDTH: tl.
     groups = tl.arange(0, WIDTH // 32)[None, :]
     scale = tl.load(scale_ptr + rows[:, None] * (WIDTH // 32) + groups, mask=inside[:, None], other=0).to(tl.int32)
     values = decode_e4m3(codes) * spread(decode_e8m0(scale), ROWS, WIDTH // 32, 32)
-    tl.store(out_ptr + entries[:, None] * WIDTH + columns, values, mask=inside[:, None])
+    places = entries if places_ptr is None else tl.load(places_ptr + entries, mask=inside, other=0)
+    tl.store(out_ptr + places[:, None] * WIDTH + columns, values, mask=inside[:, None])
 
 
 @triton.jit
@@ -127,6 +131,22 @@ class EngramRows:
         return out
 
 
+def gather_rows(rows: Tensor, table: Tensor, scale: Tensor, *, dtype: torch.dtype, in_table_order: bool) -> Tensor:
+    """See `ops.EngramLookup`; the device reads `table` and `scale`. `in_table_order`: it reads them from front to back.
+
+    For tables in host memory: each row lies on a page of its own, and the device translates addresses of neighbouring
+    pages several times faster than those of pages far from each other.
+    """
+    width = table.shape[1]
+    out = torch.empty(rows.shape[0], rows.shape[1] * width, dtype=dtype, device=rows.device)
+    numbers, places = rows.flatten().sort() if in_table_order else (rows.flatten(), None)
+    if rows.numel():
+        _lookup_kernel[(triton.cdiv(rows.numel(), 8),)](
+            numbers, places, table.view(torch.uint8), scale, out, rows.numel(), WIDTH=width, ROWS=8
+        )
+    return out
+
+
 @dataclass(slots=True, frozen=True)
 class EngramLookup:
     """`ops.EngramLookup`; the device reads a table in host memory where it lies.
@@ -142,19 +162,13 @@ class EngramLookup:
         return table.device == device or (self._near(table) is not None and self._near(scale) is not None)
 
     def __call__(self, rows: Tensor, table: Tensor, scale: Tensor) -> Tensor:
-        if table.device != rows.device:
-            near_table, near_scale = self._near(table), self._near(scale)
-            if near_table is None or near_scale is None:
-                found = HostLookup(self.numerics)(rows.to(table.device), table, scale)
-                return found.to(rows.device)
-            table, scale = near_table, near_scale
-        width = table.shape[1]
-        out = torch.empty(rows.shape[0], rows.shape[1] * width, dtype=self.numerics.dtype, device=rows.device)
-        if rows.numel():
-            _lookup_kernel[(triton.cdiv(rows.numel(), 8),)](
-                rows.contiguous(), table.view(torch.uint8), scale, out, rows.numel(), WIDTH=width, ROWS=8
-            )
-        return out
+        if table.device == rows.device:
+            return gather_rows(rows, table, scale, dtype=self.numerics.dtype, in_table_order=False)
+        near_table, near_scale = self._near(table), self._near(scale)
+        if near_table is None or near_scale is None:
+            found = HostLookup(self.numerics)(rows.to(table.device), table, scale)
+            return found.to(rows.device)
+        return gather_rows(rows, near_table, near_scale, dtype=self.numerics.dtype, in_table_order=True)
 
     def _near(self, tensor: Tensor) -> Tensor | None:
         place = tensor.data_ptr()
