@@ -16,6 +16,7 @@ from typing import Any, Self, TypeAlias
 import msgspec
 from ray.actor import ActorHandle
 
+from deepinfer.actors.place_need import check_places
 from deepinfer.actors.rank_life import RankProgram
 from deepinfer.client import EngineClient, RequestMaker, Run
 from deepinfer.config import ClusterConfig, load_config
@@ -86,8 +87,10 @@ class LLM:
             self.config = resolve_for_ray(asked, connection)
             client = _join(self.config, directory) if may_attach else None
             if client is None:
-                if connection.folder is not None and rank_program is None:
-                    check_host(self.config, directory, with_ray=False)
+                if connection.folder is not None:  # a private Ray, to which no more nodes come
+                    check_places(self.config)
+                    if rank_program is None:
+                        check_host(self.config, directory, with_ray=False)
                 own_driver, started = start_engine(
                     self.config,
                     name=f"{self.config.name}-{secrets.token_hex(3)}",

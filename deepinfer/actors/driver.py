@@ -29,10 +29,11 @@ from deepinfer.actors.group_keeper import GroupKeeper
 from deepinfer.actors.group_start import start_together
 from deepinfer.actors.job_desk import JobDesk
 from deepinfer.actors.names import driver_name
+from deepinfer.actors.place_need import check_places
 from deepinfer.actors.rank_life import RankFacts, RankProgram
 from deepinfer.actors.supervisor import EnginePlan, check_equal
 from deepinfer.config import ClusterConfig, decode_config
-from deepinfer.errors import DeepInferError, RankError, RequestError, SupersededError
+from deepinfer.errors import ClusterError, DeepInferError, RankError, RequestError, SupersededError
 from deepinfer.log import get_logger, phase, set_up_logging
 from deepinfer.protocol import DecodeResult, OutputBatch, PrefillResult, RequestBatch, Role
 from deepinfer.scheduler.batch_scheduler import BatchScheduler
@@ -102,8 +103,8 @@ class Driver:
         self._keepers = {role: GroupKeeper(role, self._plan, _RoleOwner(self, role)) for role in ROLES}
         try:
             with phase(self._logger, "start the engine"):
-                starts = [keeper.start(found.get(role)) for role, keeper in self._keepers.items()]
-                prefill, decode = await start_together(starts)
+                await self._reserve(found)
+                prefill, decode = await start_together([keeper.start() for keeper in self._keepers.values()])
                 check_equal([*prefill, *decode])
         except BaseException as error:
             self._state = "failed"
@@ -274,6 +275,16 @@ class Driver:
         if not self._is_shared:
             return {}
         return await asyncio.to_thread(find_groups, self._name, namespace=self._config.ray.namespace)
+
+    async def _reserve(self, found: dict[Role, FoundGroup]) -> None:
+        """Take the places of all ranks before the first one loads; nodes may still be joining meanwhile."""
+        try:
+            await start_together([keeper.reserve(found.get(role)) for role, keeper in self._keepers.items()])
+        except SupersededError:
+            raise
+        except ClusterError:  # says what is free now; that it can never be enough comes first
+            await asyncio.to_thread(check_places, self._config)
+            raise
 
     def _make_scheduler(self, prefill: Sequence[RankFacts], decode: Sequence[RankFacts]) -> BatchScheduler:
         return BatchScheduler(

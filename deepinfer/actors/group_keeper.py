@@ -45,7 +45,7 @@ class GroupOwner(Protocol):
 
 
 class GroupKeeper:
-    """One role's group over all its lives. `start` once, then `keep` as a task, `stop` at the end.
+    """One role's group over all its lives. `reserve` and `start` once, then `keep` as a task, `stop` at the end.
 
     `first_index`: above all sequences that ranks have seen from an earlier driver. `num_restarts` are this driver's.
     """
@@ -56,6 +56,7 @@ class GroupKeeper:
         self._plan = plan
         self._owner = owner
         self._group = RankGroup(role, plan, number=1)
+        self._adopted: list[RankFacts] | None = None
         self._blamed: asyncio.Future[RankError]
         self._stopping = False
         self._logger = get_logger(f"{role}-group")
@@ -72,20 +73,23 @@ class GroupKeeper:
         """How often the weights of this role have been loaded, by this driver and those before it."""
         return self._group.number
 
-    async def start(self, found: FoundGroup | None) -> list[RankFacts]:
-        """Take over the ranks in `found` if possible, else end them and start new ones; see `RankGroup.start`.
+    async def reserve(self, found: FoundGroup | None) -> None:
+        """Take over the ranks in `found` if possible, else end them and take places for new ones.
 
-        None: no earlier driver has left anything.
+        None: no earlier driver has left anything. Raises ConfigError or ClusterError.
         """
-        if found is None:
-            return await self._group.start()
-        if found.actors:
-            facts = await self._adopt(found)
-            if facts is not None:
-                return facts
-        await asyncio.to_thread(end_group, self._plan.name, found, namespace=self._plan.config.ray.namespace)
-        self._group = RankGroup(self._role, self._plan, number=found.number + 1)
-        return await self._group.start()
+        if found is not None:
+            if found.actors:
+                self._adopted = await self._adopt(found)
+            if self._adopted is not None:
+                return
+            await asyncio.to_thread(end_group, self._plan.name, found, namespace=self._plan.config.ray.namespace)
+            self._group = RankGroup(self._role, self._plan, number=found.number + 1)
+        await self._group.reserve()
+
+    async def start(self) -> list[RankFacts]:
+        """Return what the ranks are: those that were taken over, or new ones; see `RankGroup.start`."""
+        return self._adopted or await self._group.start()
 
     async def phases(self) -> dict[str, str]:
         """Return the start phase of every rank."""
@@ -145,6 +149,7 @@ class GroupKeeper:
         self._group = RankGroup(self._role, self._plan, number=self._group.number + 1)
         self.num_restarts += 1
         try:
+            await self._group.reserve()
             facts = await self._group.start()
         except DeepInferError as error:
             raise ClusterError(f"{lost}; and the group did not start again: {error}") from error

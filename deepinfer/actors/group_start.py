@@ -1,18 +1,19 @@
-"""Starts the groups of an engine side by side, and says the same of a failure whichever group fails first."""
+"""Does something for the groups of an engine side by side, and says the same of a failure whichever fails first."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from typing import TypeVar
 
-from deepinfer.actors.rank_life import RankFacts
 from deepinfer.errors import DeepInferError, RankError
 
+T = TypeVar("T")
 # Two groups that wait for the same places give up at nearly the same time; so long the second failure is waited for.
 _SECOND_FAILURE_SECONDS = 3.0
 
 
-async def start_together(starts: Sequence[Coroutine[None, None, list[RankFacts]]]) -> list[list[RankFacts]]:
+async def start_together(starts: Sequence[Coroutine[None, None, T]]) -> list[T]:
     """Run all starts and return their results, in order.
 
     The first failure ends the others, but for a moment in which they may fail too: then the error is the first one in

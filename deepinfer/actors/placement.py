@@ -27,7 +27,7 @@ from deepinfer.errors import ClusterError, ConfigError
 from deepinfer.log import get_logger
 
 # What one rank takes from Ray, by accelerator.
-_RESOURCES = {"cpu": "CPU", "nvidia": "GPU"}
+RESOURCES = {"cpu": "CPU", "nvidia": "GPU"}
 _RAY_PARTS = 10_000  # Ray counts a resource in parts of this size
 # Two roles that start side by side may choose the same free places: the one left out chooses again after this time.
 _CHOICE_SECONDS = 5.0
@@ -88,9 +88,9 @@ async def place(
     Ray; a group that `is_detached` outlives the process that asks. Raises ConfigError when the cluster is too small,
     ClusterError when what is asked for is not free within `timeout_seconds`; both name what was asked and what is free.
     """
-    resource = _RESOURCES[accelerator]
+    resource = RESOURCES[accelerator]
     share = rank_share(resource, ranks_per_device)
-    sizes = _bundle_sizes(num_ranks, ranks_per_node)
+    sizes = bundle_sizes(num_ranks, ranks_per_node)
     amounts = tuple(bundle_amount(size, share) for size in sizes)
     request = _Request(role, resource, amounts, ranks_per_node is not None, name, is_detached)
     group, domains = await _reserve(request, timeout_seconds)
@@ -181,8 +181,8 @@ def bundle_amount(num_ranks: int, share: float) -> float:
     return amount if amount < 1 else math.ceil(amount)
 
 
-def _bundle_sizes(num_ranks: int, ranks_per_node: int | None) -> list[int]:
-    """One bundle for each rank, or one for each node's ranks when their number is given."""
+def bundle_sizes(num_ranks: int, ranks_per_node: int | None) -> list[int]:
+    """Return the ranks of each bundle: one, or those of a node when their number is given."""
     if ranks_per_node is None:
         return [1] * num_ranks
     whole, rest = divmod(num_ranks, ranks_per_node)

@@ -78,7 +78,7 @@ class EnginePlan:
 class RankGroup:
     """All ranks of one role, from their placement to their end. Built for one life; a restart makes a new group.
 
-    A driver that did not make the ranks begins with `adopt` in place of `start`.
+    A driver that did not make the ranks begins with `adopt` in place of `reserve` and `start`.
     """
 
     def __init__(self, role: Role, plan: EnginePlan, *, number: int) -> None:
@@ -94,24 +94,29 @@ class RankGroup:
         self._plan = plan
         self._config = plan.config
         self._logger = get_logger(f"{role}-group")
+        self._placement: Placement | None = None
         self._places: PlacementGroup | None = None
         self._processes: list[psutil.Process] = []
         self._runs: list[asyncio.Future[RankExit | None]] = []
         self._watch: StallWatch | None = None
         self._beats: asyncio.Task[None] | None = None
 
+    async def reserve(self) -> None:
+        """Take the places of the ranks, in which nothing runs yet. Raises ConfigError or ClusterError."""
+        with phase(self._logger, f"place {self.num_ranks} ranks"):
+            self._placement = await self._place()
+            self._places = self._placement.group
+
     async def start(self) -> list[RankFacts]:
-        """Place the ranks, load them, let them run, and return what they are.
+        """Load the ranks in their places, let them run, and return what they are; `reserve` comes first.
 
         Raises what stopped the start (ConfigError, CheckpointError, ClusterError, RankError); the group is then gone.
         """
+        assert self._placement is not None, "called before reserve"
+        seconds = self._config.scheduler.start_timeout_seconds
         try:
-            with phase(self._logger, f"place {self.num_ranks} ranks"):
-                placement = await self._place()
-                self._places = placement.group
-            seconds = self._config.scheduler.start_timeout_seconds
             try:
-                return await asyncio.wait_for(self._load(placement), seconds)
+                return await asyncio.wait_for(self._load(self._placement), seconds)
             except TimeoutError:
                 phases = await self.phases()
                 raise ClusterError(
@@ -148,8 +153,10 @@ class RankGroup:
         return found.facts, max(ends)
 
     def release(self) -> None:
-        """Leave the ranks to another driver."""
+        """Leave the ranks to another driver; places in which none was started are given back."""
         self._stop_beats()
+        if not self.actors:
+            self.kill()
         self.actors, self._processes, self._places = [], [], None
 
     def begin_polls(self) -> None:
@@ -195,6 +202,9 @@ class RankGroup:
 
     async def phases(self) -> dict[str, str]:
         """Return the start phase of every rank; "no answer" for one that is still being created or hangs."""
+        if not self.actors:
+            text = "waits for a place" if self._placement is None else "has a place"
+            return {f"{self.role}-{rank}": text for rank in range(self.num_ranks)}
         answers = [_answer(actor.status.remote()) for actor in self.actors]
         results = await asyncio.gather(*(asyncio.wait_for(answer, 1.0) for answer in answers), return_exceptions=True)
         return {

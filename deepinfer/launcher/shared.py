@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
 from deepinfer.actors.engine_facts import EngineFacts
+from deepinfer.actors.place_need import check_places
 from deepinfer.actors.rank_life import RankProgram
 from deepinfer.actors.rank_processes import wait_until_gone
 from deepinfer.config import ClusterConfig
@@ -77,6 +78,8 @@ def bring_up(
         try:
             config = resolve_for_ray(unresolved, connection)
             check_fits(config, Path(model_directory))
+            if config.ray.provider == "local":  # to this Ray no more nodes come
+                check_places(config)
             facts = _join_or_start(config, record, model_directory, model_digest, program)
         finally:
             connection.close()

@@ -161,7 +161,7 @@ def test_failed_starts_leave_the_process_as_it_was(llm: LLM, settings: dict[str,
         LLM("tiny", ClusterConfig(), settings=settings)
     with pytest.raises(CheckpointError, match="tokenizer"):
         LLM(str(tmp_path), settings=settings)
-    # Beside the running engine neither role may find a place; the one whose time is up first speaks.
-    with pytest.raises((ConfigError, ClusterError), match=r"asked for (90|1) CPU, free are \d+ of \d+ CPU"):
+    # Beside the running engine one role may find a place or neither.
+    with pytest.raises(ConfigError, match=r"ask(ed)? for 9[01] CPU, (free are \d+ of \d+ CPU|all nodes together have)"):
         LLM("tiny", settings={**settings, "decode.ranks": 90}, rank_program=FAKE_PROGRAM)
     assert llm.generate([[1]], SamplingParams(max_tokens=1))[0].error is None

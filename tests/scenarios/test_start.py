@@ -220,6 +220,63 @@ finally:
 """
 
 
+TOO_FEW_GPUS = """
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+import ray
+from ray.cluster_utils import Cluster
+from support.fake_cluster import FAKE_PROGRAM
+from deepinfer.errors import ConfigError
+from deepinfer.llm import LLM
+from deepinfer.log import set_up_logging
+
+def start(**more):
+    return LLM("tiny", settings={**settings, **more}, rank_program=FAKE_PROGRAM)
+
+set_up_logging("info")
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 1, "include_dashboard": False})
+settings = {"ray.address": cluster.address, "prefill.ranks": 1, "decode.ranks": 1}
+try:
+    try:
+        start(**{"scheduler.placement_timeout_seconds": 3})
+    except ConfigError as error:
+        print(error)
+    print("REFUSED", file=sys.stderr, flush=True)
+    with start(ranks_per_device=2) as llm:
+        print(llm.generate([[1, 2]])[0].error)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(start)
+        time.sleep(4.0)
+        cluster.add_node(num_cpus=1, num_gpus=1)
+        llm = starting.result()
+    with llm:
+        print(llm.generate([[1, 2]])[0].error)
+finally:
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_gpu_too_few_is_told_with_the_cure_before_any_rank_loads(cache_dir: Path) -> None:
+    """Two roles ask for a GPU each, of one; then they share it; then the second one joins while they wait."""
+    variables = environment(cache_dir, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+    command = [sys.executable, "-c", TOO_FEW_GPUS]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    refusal, *answers = done.stdout.splitlines()
+    assert refusal.startswith("ranks_per_device: 1 prefill and 1 decode ranks ask for 2 GPU, all nodes together have")
+    assert answers == ["None", "None"]
+    before, after = done.stderr.split("REFUSED")
+    assert "placed" not in before, "a rank was started in vain"
+    assert "placed" in after
+    for lines in (before, after):
+        assert "waits for a place" in lines
+
+
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.timeout(200)
