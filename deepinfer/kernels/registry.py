@@ -154,6 +154,7 @@ class KernelSet:
     list_rows: step_ops.ListRows
     token_history: step_ops.TokenHistory
     accept_rows: step_ops.AcceptRows
+    read_slots: step_ops.ReadSlots
     write_tokens: step_ops.WriteTokens
     draft_blocks: step_ops.DraftBlocks
 

@@ -174,6 +174,27 @@ class AcceptRows(Protocol):
     ) -> AcceptedRows: ...
 
 
+@dataclass(slots=True, frozen=True)
+class SlotRows:
+    """Of n slots, [n] int64: `positions` of their last tokens, their anchors, and `token_ids` there; 0 where there are
+    none. `room`: how many drafts a step can use, at most those that are there; -1: the sequence has ended.
+
+    A step commits one token more than it accepts drafts, and none beyond the limit. Slot 0 has always ended.
+    """
+
+    positions: Tensor
+    token_ids: Tensor
+    room: Tensor
+
+
+class ReadSlots(Protocol):
+    """Read what the slot table has of `slots` [n] int64. Columns as for `WriteTokens`, and `limits` [S] int64."""
+
+    def __call__(
+        self, token_table: Tensor, num_tokens: Tensor, num_drafts: Tensor, limits: Tensor, *, slots: Tensor
+    ) -> SlotRows: ...
+
+
 class WriteTokens(Protocol):
     """Write `token_ids[i]` behind the tokens of `slots[i]`, in place; `token_ids` [n, w] int64, `slots` [n] int64.
 

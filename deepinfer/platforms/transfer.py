@@ -23,3 +23,15 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def to_host_together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `to_host` of each, all of them in one copy."""
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # parts begin at multiples of their items
+    rest = to_host(torch.cat([tensors[name].contiguous().flatten().view(torch.uint8) for name in names]))
+    copies = {}
+    for name in names:
+        tensor = tensors[name]
+        part, rest = rest.split((tensor.nbytes, len(rest) - tensor.nbytes))
+        copies[name] = part.view(tensor.dtype).view(tensor.shape)
+    return copies

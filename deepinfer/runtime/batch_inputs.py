@@ -190,7 +190,7 @@ def _lay_out(
     slots, firsts, lengths = ([] if part is None else [part] for part in chunks)
     if decode:
         slots.append(decode.slots)
-        firsts.append((table.num_tokens[decode.slots] - 1).clamp_min(0))
+        firsts.append(table.read(decode.slots).positions)
         lengths.append(decode.num_drafts + 1)
     return around.kernels.lay_out_rows(
         _joined(slots, table),

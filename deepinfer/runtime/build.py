@@ -246,6 +246,7 @@ class _Builder:
             device=self.platform.device,
             bad_word_ids=spell_bad_words,
             gumbel_argmax=loaded.kernels.gumbel_argmax,
+            read_slots=loaded.kernels.read_slots,
             write_tokens=loaded.kernels.write_tokens,
             max_drafts=self._num_decode_drafts(loaded),
             keeps_draft_scores=self.config.speculative.verifier == "rejection",

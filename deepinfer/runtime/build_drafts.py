@@ -89,6 +89,7 @@ def build_speculation(
             dispatcher=dispatchers(network.num_experts),
             state=table.sampling,
             independent=is_rejection,
+            with_confidence=config.varlen,
         )
     return Speculation(table, drafter=drafter, verifier=verifier)
 

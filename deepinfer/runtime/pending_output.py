@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from deepinfer.platforms.transfer import to_host
+from deepinfer.platforms.transfer import to_host, to_host_together
 from deepinfer.protocol import LogprobColumns
 from deepinfer.runtime.speculation import Committed
 from deepinfer.sampling.logprobs import RankedTokens
@@ -73,9 +73,10 @@ class PendingOutput:
         self.unusable.difference_update(admission.slot for admission in self.plan.admissions)
         output = StepOutput(self.plan.step_id, prompt_logprobs=self._prompt_logprobs())
         output.slots = (*self._chunk_outputs(), *self._decode_outputs())
-        if self.rows is not None and self.rows.draft_ids is not None and self.rows.confidence is not None:
-            count = len(self.plan.decode_slots)
+        count = len(self.plan.decode_slots)
+        if self.rows is not None and self.rows.draft_ids is not None:
             output.draft_ids = self.rows.draft_ids[:count].numpy().astype(np.int32)
+        if self.rows is not None and self.rows.confidence is not None:
             output.confidence = self.rows.confidence[:count].numpy()
         return output
 
@@ -145,13 +146,23 @@ def pending_draws(sampled: Sampled, chunks: tuple[PrefillChunk, ...]) -> Pending
 
 def pending_rows(committed: Committed, drafts: Drafts | None, logprobs: OwnerLogprobs | None) -> PendingRows:
     """Send what was committed and drafted to the host."""
+    parts = {
+        "token_ids": committed.token_ids,
+        "counts": committed.counts,
+        "failed": committed.failed,
+        "fell_back": committed.fell_back,
+        "num_drafted": committed.num_drafted,
+        "draft_ids": None if drafts is None else drafts.token_ids,
+        "confidence": None if drafts is None else drafts.confidence,
+    }
+    sent = to_host_together({name: part for name, part in parts.items() if part is not None})
     return PendingRows(
-        token_ids=to_host(committed.token_ids),
-        counts=to_host(committed.counts),
-        failed=to_host(committed.failed),
-        fell_back=None if committed.fell_back is None else to_host(committed.fell_back),
-        num_drafted=to_host(committed.num_drafted),
-        draft_ids=None if drafts is None else to_host(drafts.token_ids),
-        confidence=None if drafts is None else to_host(drafts.confidence),
+        token_ids=sent["token_ids"],
+        counts=sent["counts"],
+        failed=sent["failed"],
+        fell_back=sent.get("fell_back"),
+        num_drafted=sent["num_drafted"],
+        draft_ids=sent.get("draft_ids"),
+        confidence=sent.get("confidence"),
         logprobs=logprobs,
     )

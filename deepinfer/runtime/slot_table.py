@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from deepinfer.kernels.ops import GumbelArgmax
+from deepinfer.kernels.reference.draft_rows import read_slots as reference_read_slots
 from deepinfer.kernels.reference.draft_rows import write_tokens as reference_write_tokens
 from deepinfer.kernels.reference.sampling import gumbel_argmax as reference_gumbel_argmax
-from deepinfer.kernels.step_ops import WriteTokens
+from deepinfer.kernels.step_ops import ReadSlots, SlotRows, WriteTokens
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.protocol import SamplingParams
 from deepinfer.runtime.step_upload import Column
@@ -28,9 +29,9 @@ class SlotTable:
 
     `token_table` [S, max_model_len + max_drafts] int32: tokens by position. `num_tokens` [S] int64: how many of them
     are committed; the last one, the anchor, has not run yet. Behind it stand the `num_drafts` [S] int64 drafts of the
-    next step, with `confidence` [S, max_drafts] float32 (log-odds, see `Drafts`) and, where they are kept,
-    `draft_scores` [S, max_drafts, V]. `limits` [S] int64: a sequence ends at this number of tokens at the latest.
-    `block_tables`: per paged group [S, max_blocks] int64, unused entries 0. `sampling`: parameters by slot.
+    next step, with `confidence` [S, max_drafts] float32 (log-odds, see `Drafts`; zeros unless asked for) and, where
+    they are kept, `draft_scores` [S, max_drafts, V]. `limits` [S] int64: a sequence ends at this number of tokens at
+    the latest. `block_tables`: per paged group [S, max_blocks] int64, unused entries 0. `sampling`: parameters by slot.
     On the host, by slot: `num_prompt_tokens`; `prompt_logprobs` of the slots that want them; `num_blocks` per group,
     which narrows block tables without asking the device; `with_grammar`, the slots whose draws wait for a mask; and
     `max_tokens`, an upper bound of `num_tokens`.
@@ -47,6 +48,7 @@ class SlotTable:
         device: torch.device,
         bad_word_ids: BadWordIds,
         gumbel_argmax: GumbelArgmax = reference_gumbel_argmax,
+        read_slots: ReadSlots = reference_read_slots,
         write_tokens: WriteTokens = reference_write_tokens,
         max_drafts: int = 0,
         keeps_draft_scores: bool = False,
@@ -77,7 +79,7 @@ class SlotTable:
         self.with_grammar: set[int] = set()
         self.num_blocks = {group.name: [0] * num_slots for group in paged}
         self._bad_word_ids = bad_word_ids
-        self._write_tokens = write_tokens
+        self._read_slots, self._write_tokens = read_slots, write_tokens
 
     def describe(self, plan: StepPlan) -> dict[str, Column]:
         """Take note of the admissions and grants of `plan` on the host; return what `apply` needs on the device."""
@@ -164,22 +166,20 @@ class SlotTable:
         """
         self._write(slots, token_ids, counts)
 
-    def room_for_drafts(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return [n] int64: how many drafts a step can use, at most those that are there; -1: the sequence has ended.
-
-        A step commits one token more than it accepts drafts, and none beyond the limit. Slot 0 has always ended.
-        """
-        return torch.minimum(self.num_drafts[slots], self.limits[slots] - self.num_tokens[slots] - 1)
+    def read(self, slots: torch.Tensor) -> SlotRows:
+        """Return what stands in `slots` [n] and what may be added to it."""
+        return self._read_slots(self.token_table, self.num_tokens, self.num_drafts, self.limits, slots=slots)
 
     def anchors(self, slots: torch.Tensor, owners: tuple[int, ...]) -> Anchors:
         """Return what drafts for `slots` [n] begin with; slot 0 is inert. `owners`: those that the host knows of."""
-        positions = (self.num_tokens[slots] - 1).clamp_min(0)
-        return Anchors(slots=slots, positions=positions, token_table=self.token_table, owners=owners)
+        rows = self.read(slots)
+        return Anchors(slots, rows.positions, rows.token_ids, token_table=self.token_table, owners=owners)
 
     def put_drafts(self, slots: torch.Tensor, drafts: Drafts) -> None:
         """Leave `drafts` behind the committed tokens of `slots` [n]; slot 0 stays as it is."""
         self._write(slots, drafts.token_ids, None)
-        self.confidence[slots] = drafts.confidence
+        if drafts.confidence is not None:
+            self.confidence[slots] = drafts.confidence
         if self.draft_scores is not None:
             assert drafts.scores is not None, "the drafter keeps no scores"
             self.draft_scores[slots] = drafts.scores

@@ -53,7 +53,7 @@ class Speculation:
 
     def num_drafts(self, slots: torch.Tensor, budget: DraftBudget | None) -> torch.Tensor:
         """Return int64 [S]: drafts that each of `slots` [S] runs beside its anchor; -1 where a sequence has ended."""
-        room = self._table.room_for_drafts(slots)
+        room = self._table.read(slots).room
         return room if budget is None else share_budget(self._table.confidence[slots], room, budget)
 
     def max_rows(self, num_slots: int, budget: DraftBudget | None) -> int:

@@ -128,7 +128,7 @@ class StepOutput:
 
     `prompt_logprobs` holds, per slot, the columns of this step's chunk rows: entry t belongs to the prompt token at
     `start_position + 1 + t`. `draft_ids` [n, K] are the drafts for the next step of the n decode slots, in plan order,
-    and `confidence` [n, K] their log-odds; both None where the step drafts nothing.
+    None where the step drafts nothing; `confidence` [n, K] their log-odds, None also where nobody plans with them.
     """
 
     step_id: int

@@ -20,30 +20,26 @@ from deepinfer.sampling.state import SamplingState
 class Anchors:
     """The last committed tokens of B sequences, all tokens before them having run through the target.
 
-    [B] int64 each: `slots` (slot 0 is inert) and `positions` of the anchors. `token_table` [S, L] int32: tokens by slot
+    [B] int64 each: `slots` (slot 0 is inert), `positions` and `token_ids`. `token_table` [S, L] int32: tokens by slot
     and position. `owners`: the slots as the host knows them, without inert ones behind them.
     """
 
     slots: Tensor
     positions: Tensor
+    token_ids: Tensor
     token_table: Tensor
     owners: tuple[int, ...]
-
-    @property
-    def token_ids(self) -> Tensor:
-        """The anchors [B] int64."""
-        return self.token_table[self.slots, self.positions].to(torch.int64)
 
 
 @dataclass(slots=True, frozen=True)
 class Drafts:
-    """`token_ids` [B, K] int64, draft k for position anchor + 1 + k; `confidence` [B, K] float32: log-odds that draft
-    k is accepted if all before it are. `scores` [B, K, V] float32: softmax of it is what a draft was drawn from (None
-    unless asked for; greedy rows mean nothing).
+    """`token_ids` [B, K] int64, draft k for position anchor + 1 + k. None unless asked for: `confidence` [B, K]
+    float32, log-odds that draft k is accepted if all before it are; `scores` [B, K, V] float32: softmax of it is what a
+    draft was drawn from (greedy rows mean nothing).
     """
 
     token_ids: Tensor
-    confidence: Tensor
+    confidence: Tensor | None = None
     scores: Tensor | None = None
 
 
@@ -78,8 +74,12 @@ class ChainDrafter:
         dispatcher: TokenDispatcher,
         state: SamplingState,
         independent: bool,
+        with_confidence: bool,
     ) -> None:
-        """`max_drafts` (1 .. block size): how many rows of the block become drafts. All of its rows see each other."""
+        """`max_drafts` (1 .. block size): how many rows of the block become drafts. All of its rows see each other.
+
+        `with_confidence`: whoever plans drafts wants it.
+        """
         assert 1 <= max_drafts <= network.block_size, f"{max_drafts} drafts of a block of {network.block_size}"
         self._network = network
         self._max_drafts = max_drafts
@@ -87,6 +87,7 @@ class ChainDrafter:
         self._dispatcher = dispatcher
         self._state = state
         self._independent = independent
+        self._with_confidence = with_confidence
 
     @property
     def capturable(self) -> bool:
@@ -125,9 +126,8 @@ class ChainDrafter:
             purpose = DRAFT_PURPOSE + row if self._independent else TOKEN_PURPOSE
             previous = draw(scores, rows, self._state, purpose=purpose, bias=bias).clamp_min(0)
             token_ids.append(previous)
-        confidence = self._network.confidence(block.hidden.flatten(0, 1), torch.stack(before, 1).flatten())
-        return Drafts(
-            torch.stack(token_ids, 1),
-            confidence.unflatten(0, (len(slots), self._max_drafts)),
-            torch.stack(kept, 1) if kept else None,
-        )
+        confidence = None
+        if self._with_confidence:
+            flat = self._network.confidence(block.hidden.flatten(0, 1), torch.stack(before, 1).flatten())
+            confidence = flat.unflatten(0, (len(slots), self._max_drafts))
+        return Drafts(torch.stack(token_ids, 1), confidence, torch.stack(kept, 1) if kept else None)

@@ -40,7 +40,9 @@ class FakeNetwork:
         return hidden[:, 0] * 100 + token_ids
 
 
-def _draft(base: Tensor, *, max_drafts: int = BLOCK, independent: bool = False) -> tuple[Drafts, FakeNetwork]:
+def _draft(
+    base: Tensor, *, max_drafts: int = BLOCK, independent: bool = False, with_confidence: bool = True
+) -> tuple[Drafts, FakeNetwork]:
     """Slot 1 is greedy, slot 2 draws; their anchors are tokens 4 and 10 at positions 3 and 7."""
     state = SamplingState(3, VOCAB, torch.device("cpu"), eos_token_id=0)
     admit(state, 1, SamplingParams(temperature=0.0, seq_seed=1), num_prompt_tokens=1)
@@ -55,9 +57,10 @@ def _draft(base: Tensor, *, max_drafts: int = BLOCK, independent: bool = False) 
         dispatcher=LocalDispatcher(1),
         state=state,
         independent=independent,
+        with_confidence=with_confidence,
     )
     slots = torch.tensor([1, 2, 0])
-    return drafter.draft(Anchors(slots, torch.tensor([3, 7, 0]), table, (1, 2))), network
+    return drafter.draft(Anchors(slots, torch.tensor([3, 7, 0]), torch.tensor([4, 10, 0]), table, (1, 2))), network
 
 
 def test_a_greedy_chain_follows_the_token_before() -> None:
@@ -72,7 +75,9 @@ def test_a_greedy_chain_follows_the_token_before() -> None:
 
 def test_confidence_knows_the_token_before_a_draft_not_the_draft() -> None:
     drafts, _ = _draft(torch.zeros(BLOCK, VOCAB))
+    assert drafts.confidence is not None
     assert drafts.confidence[0].tolist() == [4, 105, 206, 307, 408]
+    assert _draft(torch.zeros(BLOCK, VOCAB), with_confidence=False)[0].confidence is None
 
 
 @pytest.mark.parametrize("independent", [False, True])
@@ -95,4 +100,6 @@ def test_fewer_drafts_are_the_first_of_the_whole_block() -> None:
     whole, _ = _draft(base)
     some, _ = _draft(base, max_drafts=2)
     assert torch.equal(some.token_ids, whole.token_ids[:, :2])
+    assert some.confidence is not None
+    assert whole.confidence is not None
     assert torch.equal(some.confidence, whole.confidence[:, :2])

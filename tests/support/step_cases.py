@@ -126,9 +126,12 @@ def _check_written(bench: Bench, case: dict[str, Any], token_ids: Tensor, counts
         column[0] = 0
     slots = case["slots"].clone()
     slots[:1] = 0
-    results = []
+    results, limits = [], columns[1] + bench.integers(0, 6, NUM_SLOTS)
     for kernels in (bench.kernels, bench.reference):
         written = [column.clone() for column in columns]
+        same_parts(
+            kernels.read_slots(*written, limits, slots=slots), bench.reference.read_slots(*written, limits, slots=slots)
+        )
         kernels.write_tokens(*written, slots=slots, token_ids=token_ids, counts=counts)
         results.append(written)
     for own, wanted in zip(*results, strict=True):
@@ -211,6 +214,18 @@ def _accept_rows(bench: Bench) -> Run:
     return run
 
 
+def _read_slots(bench: Bench) -> Run:
+    table, num_tokens = tables(bench)["token_table"], bench.integers(0, 9, NUM_SLOTS)
+    num_drafts, limits = bench.integers(0, 4, NUM_SLOTS), num_tokens + bench.integers(0, 6, NUM_SLOTS)
+    slots = bench.integers(0, NUM_SLOTS, NUM_ROWS)
+
+    def run(rows: Tensor) -> list[Tensor]:
+        done = bench.kernels.read_slots(table, num_tokens, num_drafts, limits, slots=slots[rows])
+        return [done.positions, done.token_ids, done.room]
+
+    return run
+
+
 def _write_tokens(bench: Bench) -> Run:
     """A slot a row."""
     token_ids, counts = bench.integers(0, 9, NUM_ROWS, 3), bench.integers(0, 4, NUM_ROWS)
@@ -248,6 +263,7 @@ CASES: dict[str, Callable[[Bench], Run]] = {
     "list_rows": _list_rows,
     "token_history": _token_history,
     "accept_rows": _accept_rows,
+    "read_slots": _read_slots,
     "write_tokens": _write_tokens,
     "draft_blocks": _draft_blocks,
 }

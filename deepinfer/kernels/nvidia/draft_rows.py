@@ -8,7 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
-from deepinfer.kernels.step_ops import AcceptedRows, BlockRows, RingShapes
+from deepinfer.kernels.step_ops import AcceptedRows, BlockRows, RingShapes, SlotRows
+
+_ROWS = 32
 
 
 @triton.jit
@@ -39,6 +41,32 @@ def _step_accept_kernel(
     tl.store(out_ptr + sequence * WIDTH + places, tokens, mask=inside)
     tl.store(counts_ptr + sequence, count.to(tl.int64))
     tl.store(out_failed_ptr + sequence, has_failed != 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _step_read_kernel(
+    table_ptr,
+    num_tokens_ptr,
+    num_drafts_ptr,
+    limits_ptr,
+    slots_ptr,
+    out_ptr,
+    table_stride,
+    num_rows,
+    ROWS: tl.constexpr,
+):
+    """[3, n] at `out_ptr`."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < num_rows
+    slots = tl.load(slots_ptr + rows, mask=inside, other=0)
+    num_tokens = tl.load(num_tokens_ptr + slots, mask=inside, other=0)
+    positions = tl.maximum(num_tokens - 1, 0)
+    tokens = tl.load(table_ptr + slots * table_stride + positions, mask=inside, other=0)
+    num_drafts = tl.load(num_drafts_ptr + slots, mask=inside, other=0)
+    room = tl.minimum(num_drafts, tl.load(limits_ptr + slots, mask=inside, other=0) - num_tokens - 1)
+    tl.store(out_ptr + rows, positions, mask=inside)
+    tl.store(out_ptr + num_rows + rows, tokens.to(tl.int64), mask=inside)
+    tl.store(out_ptr + 2 * num_rows + rows, room, mask=inside)
 
 
 @triton.jit
@@ -132,6 +160,27 @@ def accept_rows(
     return result
 
 
+def read_slots(
+    token_table: Tensor, num_tokens: Tensor, num_drafts: Tensor, limits: Tensor, *, slots: Tensor
+) -> SlotRows:
+    """`step_ops.ReadSlots`."""
+    out = slots.new_empty(3, len(slots))
+    if len(slots):
+        _step_read_kernel[(triton.cdiv(len(slots), _ROWS),)](
+            token_table,
+            num_tokens,
+            num_drafts,
+            limits,
+            slots,
+            out,
+            token_table.stride(0),
+            len(slots),
+            ROWS=_ROWS,
+            num_warps=1,
+        )
+    return SlotRows(*out.unbind())
+
+
 def write_tokens(
     token_table: Tensor,
     num_tokens: Tensor,
@@ -205,6 +254,7 @@ def draft_blocks(
 
 IMPLEMENTATIONS = (
     triton_kernel("accept_rows", lambda _: accept_rows),
+    triton_kernel("read_slots", lambda _: read_slots),
     triton_kernel("write_tokens", lambda _: write_tokens),
     triton_kernel("draft_blocks", lambda _: draft_blocks),
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.reference.abilities import implementation
-from deepinfer.kernels.step_ops import AcceptedRows, BlockRows, RingShapes
+from deepinfer.kernels.step_ops import AcceptedRows, BlockRows, RingShapes, SlotRows
 
 
 def accept_rows(
@@ -18,6 +18,16 @@ def accept_rows(
     counts = torch.where(num_drafts < 0, 0, run + 1)
     committed = torch.arange(own_rows.shape[1], device=own_rows.device) < counts[:, None]
     return AcceptedRows(token_ids[own_rows], counts, (failed[own_rows] & committed).any(1))
+
+
+def read_slots(
+    token_table: Tensor, num_tokens: Tensor, num_drafts: Tensor, limits: Tensor, *, slots: Tensor
+) -> SlotRows:
+    """`step_ops.ReadSlots`."""
+    counts = num_tokens[slots]
+    positions = (counts - 1).clamp_min(0)
+    room = torch.minimum(num_drafts[slots], limits[slots] - counts - 1)
+    return SlotRows(positions, token_table[slots, positions].to(torch.int64), room)
 
 
 def write_tokens(
@@ -72,6 +82,7 @@ def draft_blocks(
 
 IMPLEMENTATIONS = (
     implementation("accept_rows", lambda _: accept_rows),
+    implementation("read_slots", lambda _: read_slots),
     implementation("write_tokens", lambda _: write_tokens),
     implementation("draft_blocks", lambda _: draft_blocks),
 )
