@@ -54,13 +54,11 @@ def test_rows_travel_as_their_experts_pack_them() -> None:
     loaded = random_weights(config, expert_ids=tuple(range(count)), draft=None, device=cpu, tables="host")
     moe = next(iter(loaded.layers)).moe
     hidden = Activations(torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16())
-    results = []
+    sides, results = open_side_streams(cpu), []
     for own in (kernels, dataclasses.replace(kernels, expert_mlp=_AsBytes(kernels.expert_mlp))):
-        experts = MixtureOfExperts(
-            config, moe, own, open_side_streams(cpu).branch, num_chosen=config.num_experts_per_tok
-        )
+        experts = MixtureOfExperts(config, moe, own, sides.branch, num_chosen=config.num_experts_per_tok)
         dispatcher = _Watching(count)
-        total = experts(hidden, torch.zeros(5, dtype=torch.bool), dispatcher)
+        total = experts(hidden, sides.mixing.hold(lambda: None), torch.zeros(5, dtype=torch.bool), dispatcher)
         results.append((dispatcher.sent, own.combine_experts(total.rows, total.shared)))
     (plain, wanted), (packed, found) = results
     assert plain is hidden.values
