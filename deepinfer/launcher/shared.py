@@ -78,8 +78,6 @@ def bring_up(
         try:
             config = resolve_for_ray(unresolved, connection)
             check_fits(config, Path(model_directory))
-            if config.ray.provider == "local":  # to this Ray no more nodes come
-                check_places(config)
             facts = _join_or_start(config, record, model_directory, model_digest, program)
         finally:
             connection.close()
@@ -178,6 +176,8 @@ def _try_join_or_start(
     adopted = _take_over(config, model_digest)
     if adopted is not None:
         return adopted
+    if record.provider == "local":  # to this Ray no more nodes come
+        check_places(config)
     _wait_for_predecessor(record)
     _, facts = start_engine(config, name=config.name, model_directory=model_directory, program=program, detached=True)
     return facts

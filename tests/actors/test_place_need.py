@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import ray
 
 from deepinfer.actors.place_need import check_places, describe_lack
+from deepinfer.actors.rank_life import RankProgram
 from deepinfer.config import ClusterConfig, load_config, resolve
 from deepinfer.errors import ConfigError
+from deepinfer.launcher import shared
+from deepinfer.launcher.record import ClusterRecord
 
 
 def make_config(*settings: str, accelerator: str = "nvidia") -> ClusterConfig:
@@ -56,3 +61,25 @@ def test_what_nodes_have_is_compared_with_the_ranks_of_both_roles(monkeypatch: p
         check_places(make_config("prefill.ranks=2", "decode.ranks=4", accelerator="cpu"))
     with pytest.raises(ConfigError, match=r"ranks_per_device: 1 prefill and 1 decode ranks ask for 2 GPU"):
         check_places(make_config("prefill.ranks=1", "decode.ranks=1"))
+
+
+@pytest.mark.parametrize(("provider", "is_refused"), [("local", True), ("existing", False)])
+def test_up_refuses_at_once_only_where_no_nodes_can_join(
+    provider: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a driver is made."""
+    started: list[str] = []
+
+    def start_engine(*_: object, name: str, **__: object) -> tuple[None, None]:
+        started.append(name)
+        return None, None
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 1.0})
+    monkeypatch.setattr(shared, "find_driver", lambda *_, **__: None)
+    monkeypatch.setattr(shared, "find_orphans", lambda _: None)
+    monkeypatch.setattr(shared, "start_engine", start_engine)
+    record = ClusterRecord(name="one", provider=provider, address="127.0.0.1:1")
+    config = make_config("name=one", "prefill.ranks=1", "decode.ranks=1")
+    with pytest.raises(ConfigError, match="ask for 2 GPU") if is_refused else nullcontext():
+        shared._try_join_or_start(config, record, "/none", "", RankProgram())
+    assert started == ([] if is_refused else ["one"])
