@@ -240,6 +240,15 @@ class MixCoefficientsOf(Protocol):
     ) -> MixCoefficients: ...
 
 
+class OpenStreams(Protocol):
+    """`num_streams` equal streams [T, M, D] model dtype: rows `token_ids` [T] int64 of `embedding` [V, D].
+
+    Also returns the first `pre` float32 [T, M], which takes stream 0 alone.
+    """
+
+    def __call__(self, embedding: Tensor, token_ids: Tensor, *, num_streams: int) -> tuple[Tensor, Tensor]: ...
+
+
 class CollapseStreams(Protocol):
     """sum_j pre[:, j] * streams[:, j] in float32 -> [T, D] model dtype."""
 

@@ -43,6 +43,7 @@ _BACKENDS: Final[dict[str, tuple[str, ...]]] = {
         "deepinfer.kernels.nvidia.latent_records",
         "deepinfer.kernels.nvidia.moe",
         "deepinfer.kernels.nvidia.norm",
+        "deepinfer.kernels.nvidia.open_streams",
         "deepinfer.kernels.nvidia.routing",
         "deepinfer.kernels.nvidia.sampling",
         "deepinfer.kernels.nvidia.step_lists",
@@ -135,6 +136,7 @@ class KernelSet:
     rms_norm: ops.RMSNorm
     rotate: ops.Rotate
     mix_coefficients: ops.MixCoefficientsOf
+    open_streams: ops.OpenStreams
     collapse_streams: ops.CollapseStreams
     update_streams: ops.UpdateStreams
     advance_streams: ops.AdvanceStreams

@@ -168,6 +168,14 @@ def check_latent_records(bench: Bench, latent: Tensor, weight: Tensor, angle: Te
     close(own.unpack(found), packed.unpack(wanted), 5e-3)
 
 
+def check_open_streams(bench: Bench) -> None:
+    """Embedded rows, bit for bit."""
+    embedding, token_ids = bench.normal(30, bench.sizes.hidden), bench.integers(0, 30, bench.sizes.rows)
+    opened = bench.reference.open_streams(embedding, token_ids, num_streams=4)
+    for part, whole in zip(bench.kernels.open_streams(embedding, token_ids, num_streams=4), opened, strict=True):
+        same(part, whole)
+
+
 def check_hyper_connection(bench: Bench) -> None:
     """Coefficients with Sinkhorn, of a function of float32 and not of bf16, collapse and update."""
     sizes = bench.sizes
@@ -542,6 +550,7 @@ def check_batch_invariance(bench: Bench) -> None:
 CHECKS: dict[str, Check] = {
     "records": check_records,
     "norm_and_rotation": check_norm_and_rotation,
+    "open_streams": check_open_streams,
     "hyper_connection": check_hyper_connection,
     "engram": check_engram,
     "pair_compress": check_pair_compress,

@@ -119,6 +119,11 @@ def _mix_coefficients(bench: Bench) -> Run:
     return run
 
 
+def _open_streams(bench: Bench) -> Run:
+    embedding, token_ids = bench.normal(30, bench.sizes.hidden), bench.integers(0, 30, NUM_ROWS)
+    return lambda rows: list(bench.kernels.open_streams(embedding, token_ids[rows], num_streams=4))
+
+
 def _collapse_streams(bench: Bench) -> Run:
     streams = bench.normal(NUM_ROWS, 4, bench.sizes.hidden, dtype=bench.kernels.numerics.dtype)
     pre = bench.normal(NUM_ROWS, 4, dtype=torch.float32)
@@ -331,6 +336,7 @@ CASES: dict[str, Callable[[Bench], Run]] = {
     "rms_norm": _rms_norm,
     "rotate": _rotate,
     "mix_coefficients": _mix_coefficients,
+    "open_streams": _open_streams,
     "collapse_streams": _collapse_streams,
     "update_streams": _update_streams,
     "advance_streams": _advance_streams,

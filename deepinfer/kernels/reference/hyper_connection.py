@@ -65,6 +65,20 @@ def _sum(x: Tensor, axis: int) -> Tensor:
 
 
 @dataclass(slots=True, frozen=True)
+class OpenStreams:
+    """`ops.OpenStreams`."""
+
+    numerics: Numerics
+
+    def __call__(self, embedding: Tensor, token_ids: Tensor, *, num_streams: int) -> tuple[Tensor, Tensor]:
+        each = token_ids.unsqueeze(1).expand(-1, num_streams)
+        streams = embedding[each].to(self.numerics.dtype)  # gathered once for each stream: copies take far longer
+        pre = torch.zeros(len(token_ids), num_streams, device=embedding.device)
+        pre[:, 0] = 1.0
+        return streams, pre
+
+
+@dataclass(slots=True, frozen=True)
 class CollapseStreams:
     """`ops.CollapseStreams`."""
 
@@ -123,6 +137,7 @@ def _weighted_sum(streams: Tensor, weights: Tensor) -> Tensor:
 
 IMPLEMENTATIONS = (
     implementation("mix_coefficients", lambda _: MixCoefficientsOf()),
+    implementation("open_streams", OpenStreams),
     implementation("collapse_streams", CollapseStreams),
     implementation("update_streams", UpdateStreams),
     implementation("advance_streams", AdvanceStreams),

@@ -16,7 +16,7 @@ from deepinfer.kernels.step_ops import BlockRows, RingShapes
 from deepinfer.models.deepseek_v41.attention import Attention
 from deepinfer.models.deepseek_v41.caches import Caches
 from deepinfer.models.deepseek_v41.config import ModelConfig
-from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, Residual, open_streams
+from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, Residual
 from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
 from deepinfer.models.deepseek_v41.rope import Rotation, window_frequencies
 from deepinfer.models.deepseek_v41.weight_types import DraftWeights, LayerWeights
@@ -120,7 +120,8 @@ class DraftNetwork:
         """See `model_spec.DraftNetwork`."""
         num_sequences, size = len(inputs.slots), self.block_size
         rows = self._rows(inputs)
-        residual = open_streams(self.embedding, rows.token_ids, self.config.hc_mult, dtype=self.kernels.numerics.dtype)
+        opened = self.kernels.open_streams(self.embedding, rows.token_ids, num_streams=self.config.hc_mult)
+        residual = Residual(*opened)
         rotation = Rotation(rows.angles.cos(), rows.angles.sin())
         numbers = torch.arange(num_sequences * size, device=inputs.slots.device).view(-1, size)
         wanted = numbers[:, : inputs.num_drafts].flatten()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from deepinfer.kernels.ops import Activations, ExpertSum, MixCoefficients
@@ -44,15 +43,6 @@ class Residual:
         if isinstance(y, ExpertSum):
             y = kernels.combine_experts(y.rows, y.shared)
         return Residual(kernels.update_streams(self.streams, y, update.post, update.mix), self.pre)
-
-
-def open_streams(embedding: Tensor, token_ids: Tensor, num_streams: int, *, dtype: torch.dtype) -> Residual:
-    """Return equal streams of the embedded `token_ids` [T]; the first `pre` takes stream 0 alone."""
-    pre = torch.zeros(len(token_ids), num_streams, device=embedding.device)
-    pre[:, 0] = 1.0
-    each = token_ids.unsqueeze(1).expand(-1, num_streams).flatten()
-    rows = embedding[each].to(dtype)  # gathered once for each stream: copies take far longer
-    return Residual(rows.view(-1, num_streams, embedding.shape[1]), pre)
 
 
 Sublayer = Callable[[Activations, HeldWork[MixCoefficients]], Tensor | ExpertSum]

@@ -16,7 +16,7 @@ from deepinfer.models.deepseek_v41.dspark import DraftNetwork
 from deepinfer.models.deepseek_v41.dspark_rings import DraftRings, FeatureTap
 from deepinfer.models.deepseek_v41.engram import Engram
 from deepinfer.models.deepseek_v41.engram_constants import EngramConstants
-from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, Residual, open_streams
+from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, Residual
 from deepinfer.models.deepseek_v41.indexer import Published
 from deepinfer.models.deepseek_v41.kv_exchange import export_kv, import_kv
 from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
@@ -180,7 +180,7 @@ class DeepseekV41:
 
     def embed(self, token_ids: Tensor) -> Residual:
         """Return what enters the first layer."""
-        return open_streams(self.embedding, token_ids, self.config.hc_mult, dtype=self.kernels.numerics.dtype)
+        return Residual(*self.kernels.open_streams(self.embedding, token_ids, num_streams=self.config.hc_mult))
 
     def memories_ahead(self, history: Tensor, inputs: ForwardInputs) -> dict[int, SideWork[Tensor]]:
         """Start to look up the memories of decode rows by layer, unless it takes an exchange: these have one order.

@@ -20,7 +20,7 @@ _KINDS: Final = (
     (r"_scan_|_kept_|_choose_|_score|_maxima|_query_|_locate_|index_select|mqa_logits", "index scores and selection"),
     (r"_swiglu", "SwiGLU"),
     (r"_cast_", "casts to FP8"),
-    (r"_product_|_coefficients_|_advance_|_update_|_collapse_", "hyper-connections"),
+    (r"_product_|_coefficients_|_advance_|_update_|_collapse_|_open_streams_", "hyper-connections"),
     (r"nvjet|cublas|cutlass|gemm|_matmul_|_sum_parts_", "bf16 products: router, heads, compressors"),
     (r"_place_|_count_|_combine_|_route_|_layout_", "routing, order and sum of experts' rows"),
     (r"_draw_", "sampling"),
