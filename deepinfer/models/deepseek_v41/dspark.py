@@ -123,8 +123,10 @@ class DraftNetwork:
         opened = self.kernels.open_streams(self.embedding, rows.token_ids, num_streams=self.config.hc_mult)
         residual = Residual(*opened)
         rotation = Rotation(rows.angles.cos(), rows.angles.sin())
-        numbers = torch.arange(num_sequences * size, device=inputs.slots.device).view(-1, size)
-        wanted = numbers[:, : inputs.num_drafts].flatten()
+        wanted = None
+        if inputs.num_drafts < size:
+            numbers = torch.arange(num_sequences * size, device=inputs.slots.device).view(-1, size)
+            wanted = numbers[:, : inputs.num_drafts].flatten()
         for stage in self.stages:
             kept = wanted if stage is self.stages[-1] else None
             residual = stage(residual, rows.window_rows, rotation, rows.is_padding, inputs, kept)
