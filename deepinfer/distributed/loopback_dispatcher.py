@@ -42,8 +42,9 @@ class LoopbackDispatcher:
 
     def dispatch(self, rows: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
         """Give the rows to the experts that are due."""
-        signs = expert_ids.view(torch.int32)[:, 1::2]  # upper halves of ids: 0, or -1 where the id is
-        return self._local.dispatch(rows, self._due(expert_ids) | signs, weights)
+        signs = _halves(expert_ids)[..., 1:]  # 0, or -1 where the id is: one kernel, as small as they come
+        due = _halves(self._due(expert_ids)) | signs
+        return self._local.dispatch(rows, due.view(torch.int64).squeeze(-1), weights)
 
     def combine(self, expert_rows: ExpertRows, dispatched: Dispatched) -> ExpertRows:
         """Hand the experts' rows back to their tokens."""
@@ -55,6 +56,11 @@ class LoopbackDispatcher:
         if self._experts is None or len(self._experts) < count:
             self._experts = deal(count, self._shares).to(expert_ids.device)
         return self._experts[:count].view(expert_ids.shape)
+
+
+def _halves(numbers: torch.Tensor) -> torch.Tensor:
+    """The lower and the upper halves of `numbers` int64 [T, K]: int32 [T, K, 2]."""
+    return numbers.view(torch.int32).view(*numbers.shape, 2)
 
 
 def deal(count: int, shares: tuple[float, ...]) -> torch.Tensor:
