@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.op_cases import Bench, small
+from support.op_cases import Bench, fp4_experts, released, small
 
-from deepinfer.kernels.ops import REFERENCE_NUMERICS
+from deepinfer.kernels.ops import REFERENCE_NUMERICS, Activations
 from deepinfer.kernels.registry import select_kernels
 
 pytest.importorskip("triton")
@@ -23,6 +23,22 @@ pytestmark = pytest.mark.gpu
 def test_parts(check: str) -> None:
     kernels = select_kernels("nvidia", numerics=REFERENCE_NUMERICS, batch_invariant=False, overrides={})
     CHECKS[check](Bench(kernels, small(), torch.device("cuda"), seed=1))
+
+
+def test_unforeseen_tiles_of_fp8_experts_have_the_same_bits() -> None:
+    """More tiles than expected, most of them one expert's: Triton multiplies the rest as DeepGEMM would."""
+    kernels = select_kernels("nvidia", numerics=REFERENCE_NUMERICS, batch_invariant=False, overrides={})
+    bench, own = Bench(kernels, released(), torch.device("cuda"), seed=1), kernels.expert_mlp
+    prepared = own.prepare(*fp4_experts(bench, 4))
+    packed = own.pack(Activations(bench.normal(2000, bench.sizes.hidden)), prepared)
+    ids, factor = bench.integers(-1, 4, 2000, 2), bench.normal(2000, 2, dtype=torch.float32)
+    ids[:1200, 0] = 2
+    answers = []
+    for expected in (10_000, 2000, 0):
+        done = own(packed, ids, factor, prepared, limit=10.0, expected_copies=expected)
+        answers.append(done.values[done.places[ids >= 0].long()])
+    for answer in answers[1:]:
+        assert torch.equal(answer.view(torch.int16), answers[0].view(torch.int16))
 
 
 @pytest.mark.parametrize("mapped", [False, True])

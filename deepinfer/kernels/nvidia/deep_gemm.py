@@ -18,17 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import BF16, VERIFIED
-from deepinfer.kernels.nvidia.cast_rows import place_rows, unpack_rows
-from deepinfer.kernels.nvidia.casts import GROUP, cast_fp8, cast_rows, codes_and_scales, new_cast, store_cast
-from deepinfer.kernels.nvidia.expert_layout import ExpertLayout, lay_out_experts
-from deepinfer.kernels.nvidia.experts import ExpertMLP as TritonExperts
-from deepinfer.kernels.nvidia.experts import Fp4Experts
-from deepinfer.kernels.nvidia.fp8_weights import Fp8Weight, reblock_fp8, recast_fp4, round_to_fp8
+from deepinfer.kernels.nvidia.casts import GROUP, cast_fp8, codes_and_scales, new_cast, store_cast
+from deepinfer.kernels.nvidia.fp8_experts import ExpertMLP
+from deepinfer.kernels.nvidia.fp8_weights import Fp8Weight, reblock_fp8, round_to_fp8
 from deepinfer.kernels.nvidia.gemm import QuantizedLinear as TritonLinear
 from deepinfer.kernels.nvidia.gemm import RoughLinear as TritonRoughLinear
-from deepinfer.kernels.nvidia.moe import SwiGLU, swiglu
+from deepinfer.kernels.nvidia.moe import SwiGLU, swiglu_halves
 from deepinfer.kernels.nvidia.norm import RMSNorm
-from deepinfer.kernels.ops import Activations, CastRows, ExpertRows, Numerics
+from deepinfer.kernels.ops import CastRows, Numerics
 from deepinfer.kernels.reference.quantize import dequantize_fp8_tiles
 from deepinfer.kernels.registry import Implementation
 from deepinfer.log import get_logger
@@ -154,119 +151,21 @@ def _norm_cast_kernel(
 @triton.jit
 def _swiglu_cast_kernel(
     both_ptr,
-    weights_ptr,
-    copy_ptr,
     codes_ptr,
     scale_ptr,
     num_rows,
     stride,
     limit,
-    WEIGHTED: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """SwiGLU of gate and up side by side, times the routing weight of the copy, rounded to bf16, then cast."""
+    """SwiGLU of gate and up side by side, rounded to bf16, then cast."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = rows < num_rows
-    if WEIGHTED:
-        copy = tl.load(copy_ptr + rows, mask=inside, other=-1)
-        inside = copy >= 0
     first = tl.program_id(1) * BLOCK
-    columns = first + tl.arange(0, BLOCK)
-    wanted = inside[:, None] & (columns < WIDTH)[None, :]
-    place = both_ptr + rows[:, None] * (2 * WIDTH) + columns[None, :]
-    gate = tl.load(place, mask=wanted, other=0.0).to(tl.float32)
-    up = tl.load(place + WIDTH, mask=wanted, other=0.0).to(tl.float32)
-    values = swiglu(gate, up, limit)
-    if WEIGHTED:
-        values = tl.load(weights_ptr + copy, mask=inside, other=0.0)[:, None] * values
+    values = swiglu_halves(both_ptr, rows, rows < num_rows, first + tl.arange(0, BLOCK), limit, WIDTH)
     rounded = values.to(tl.bfloat16).to(tl.float32)
-    store_cast(rounded, codes_ptr, scale_ptr, rows, inside, first, WIDTH, stride, ROWS, BLOCK)
-
-
-@dataclass(slots=True, frozen=True)
-class Fp8Experts:
-    """Experts recast to FP8: `gate_up` [E, 2I, D] and `down` [E, D, I]."""
-
-    gate_up: Fp8Weight
-    down: Fp8Weight
-
-
-@dataclass(slots=True, frozen=True)
-class UnevenExperts:
-    """Experts that FP8 can't hold exactly, in FP4; their rows come cast, as all ranks' do."""
-
-    packed: Fp4Experts
-
-
-@dataclass(slots=True, frozen=True)
-class ExpertMLP:
-    """`ops.ExpertMLP` with FP8 weights, a lossless recast at twice the memory, and 1 x 128 activation groups.
-
-    Rows travel cast. Shapes that don't divide by 128, scales too far apart for a lossless recast, and layers with few
-    rows go to Triton in FP4.
-    """
-
-    numerics: Numerics
-
-    def prepare(
-        self,
-        gate: Tensor,
-        gate_scale: Tensor,
-        up: Tensor,
-        up_scale: Tensor,
-        down: Tensor,
-        down_scale: Tensor,
-        *,
-        few_rows: bool = False,
-    ) -> Fp8Experts | UnevenExperts | Fp4Experts:
-        released = (gate, gate_scale, up, up_scale, down, down_scale)
-        if few_rows or gate.shape[1] % GROUP or 2 * gate.shape[2] % GROUP:
-            return TritonExperts(self.numerics).prepare(*released)
-        gate_up = recast_fp4(torch.cat((gate, up), 1), torch.cat((gate_scale, up_scale), 1))
-        recast_down = recast_fp4(down, down_scale)
-        if gate_up is None or recast_down is None:
-            _log.warning("experts stay FP4, with many rows 2 to 3 times slower: scales of a tile differ by over 2^12")
-            return UnevenExperts(TritonExperts(self.numerics).prepare(*released))
-        return Fp8Experts(gate_up, recast_down)
-
-    def pack(self, activations: Activations, experts: Fp8Experts | UnevenExperts | Fp4Experts) -> Tensor:
-        if isinstance(experts, Fp4Experts):
-            return activations.values
-        return (activations.cast or cast_rows(activations.values)).packed
-
-    def __call__(
-        self,
-        rows: Tensor,
-        expert_ids: Tensor,
-        weights: Tensor,
-        experts: Fp8Experts | UnevenExperts | Fp4Experts,
-        *,
-        limit: float,
-        expected_copies: int | None = None,
-    ) -> ExpertRows:
-        if isinstance(experts, UnevenExperts):
-            experts = experts.packed
-            rows = unpack_rows(rows, width=experts.hidden)
-        if isinstance(experts, Fp4Experts):
-            packed = TritonExperts(self.numerics)
-            return packed(rows, expert_ids, weights, experts, limit=limit, expected_copies=expected_copies)
-        width = experts.down.codes.shape[1]
-        layout = lay_out_experts(expert_ids, num_experts=len(experts.down.codes), tile=GROUP)
-        if not layout.num_places:
-            return ExpertRows(torch.empty(0, width, dtype=torch.bfloat16, device=rows.device), layout.places)
-        cast = place_rows(rows, layout.source, width=width)
-        both = _grouped_product(cast, experts.gate_up, layout)
-        hidden = _swiglu_cast(both, limit, weights, layout)
-        return ExpertRows(_grouped_product(hidden, experts.down, layout), layout.places)
-
-
-def _grouped_product(x: tuple[Tensor, Tensor], weight: Fp8Weight, layout: ExpertLayout) -> Tensor:
-    codes, _ = x
-    out = torch.empty(layout.num_places, weight.codes.shape[1], dtype=torch.bfloat16, device=codes.device)
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(x, (weight.codes, weight.scale), out, layout.expert)
-    return out
+    store_cast(rounded, codes_ptr, scale_ptr, rows, rows < num_rows, first, WIDTH, stride, ROWS, BLOCK)
 
 
 def _norm_cast(x: Tensor, norm: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -286,22 +185,16 @@ def _norm_cast(x: Tensor, norm: Tensor, epsilon: float) -> tuple[Tensor, Tensor]
     return codes, scales
 
 
-def _swiglu_cast(
-    both: Tensor, limit: float, weights: Tensor | None = None, layout: ExpertLayout | None = None
-) -> tuple[Tensor, Tensor]:
-    """With `weights` of the copies that `layout` names; without, `both` are plain rows."""
+def _swiglu_cast(both: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     num_rows, width = both.shape[0], both.shape[1] // 2
     codes, scales = new_cast(num_rows, width, both.device)
     _swiglu_cast_kernel[(triton.cdiv(num_rows, _CAST_ROWS), triton.cdiv(width, 512))](
         both,
-        both if weights is None else weights.contiguous(),
-        both if layout is None else layout.copy,
         codes.view(torch.uint8),
         scales,
         num_rows,
         scales.stride(1),
         limit,
-        WEIGHTED=layout is not None,
         WIDTH=width,
         ROWS=_CAST_ROWS,
         BLOCK=512,
