@@ -46,6 +46,7 @@ def _dispatch_and_combine(groups: ProcessGroups, num_rows: list[int], dtype: tor
     sent = dispatcher.dispatch(rows, expert_ids, weights)
     first = dispatcher.rank * NUM_EXPERTS // dispatcher.num_ranks
     assert bool((sent.expert_ids >= 0).all())
+    assert sent.expected_copies == len(sent.rows)
     return {
         "arrived": torch.cat((sent.expert_ids + first, sent.weights, sent.rows), 1)[
             sent.expert_ids[:, 0].argsort(stable=True)

@@ -146,17 +146,21 @@ def check_uneven_experts(bench: Bench) -> None:
 
 def check_unexpected_copies(bench: Bench) -> None:
     """More or fewer copies than expected, to one expert out of three: the same bits, wherever the tiles end."""
-    sizes, own = bench.sizes, bench.kernels.expert_mlp
-    prepared = own.prepare(*fp4_experts(bench, 3), few_rows=True)
-    packed = own.pack(Activations(bench.normal(90, sizes.hidden)), prepared)
+    sizes, own = replace(bench.sizes, hidden=256, expert_width=128), bench.kernels.expert_mlp
+    bench = Bench(bench.kernels, sizes, bench.device, seed=bench.seed)
     ids, factor = bench.integers(-1, 1, 90, 2) * 3 + 1, bench.normal(90, 2, dtype=torch.float32)
     ids[ids < 0] = -1
-    answers = []
-    for expected in (None, 1, 60, 10_000):
-        done = own(packed, ids, factor, prepared, limit=10.0, expected_copies=expected)
-        answers.append(done.values[done.places[ids >= 0].long()])
-    for answer in answers[1:]:
-        same(answer, answers[0])
+    activations = Activations(bench.normal(90, sizes.hidden))
+    for few_rows in (False, True):
+        prepared = own.prepare(*fp4_experts(bench, 3), few_rows=few_rows)
+        packed, answers = own.pack(activations, prepared), []
+        for expected in (None, 1, 60, 10_000):
+            done = own(packed, ids, factor, prepared, limit=10.0, expected_copies=expected)
+            answers.append(done.values[done.places[ids >= 0].long()])
+        for answer in answers[1:]:
+            same(answer, answers[0])
+        nobody = own(packed, torch.full_like(ids, -1), factor, prepared, limit=10.0, expected_copies=1)
+        assert bool((nobody.places < 0).all())
 
 
 def check_select(bench: Bench) -> None:

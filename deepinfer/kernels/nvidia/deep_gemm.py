@@ -165,7 +165,98 @@ def _swiglu_cast_kernel(
     first = tl.program_id(1) * BLOCK
     values = swiglu_halves(both_ptr, rows, rows < num_rows, first + tl.arange(0, BLOCK), limit, WIDTH)
     rounded = values.to(tl.bfloat16).to(tl.float32)
+<<<<<<< Updated upstream
     store_cast(rounded, codes_ptr, scale_ptr, rows, rows < num_rows, first, WIDTH, stride, ROWS, BLOCK)
+=======
+    store_cast(rounded, codes_ptr, scale_ptr, rows, inside, first, WIDTH, stride, ROWS, BLOCK)
+
+
+@dataclass(slots=True, frozen=True)
+class Fp8Experts:
+    """Experts recast to FP8: `gate_up` [E, 2I, D] and `down` [E, D, I]."""
+
+    gate_up: Fp8Weight
+    down: Fp8Weight
+
+
+@dataclass(slots=True, frozen=True)
+class UnevenExperts:
+    """Experts that FP8 can't hold exactly, in FP4; their rows come cast, as all ranks' do."""
+
+    packed: Fp4Experts
+
+
+@dataclass(slots=True, frozen=True)
+class ExpertMLP:
+    """`ops.ExpertMLP` with FP8 weights, a lossless recast at twice the memory, and 1 x 128 activation groups.
+
+    Rows travel cast. Shapes that don't divide by 128, scales too far apart for a lossless recast, and layers with few
+    rows go to Triton in FP4.
+    """
+
+    numerics: Numerics
+
+    def prepare(
+        self,
+        gate: Tensor,
+        gate_scale: Tensor,
+        up: Tensor,
+        up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        *,
+        few_rows: bool = False,
+    ) -> Fp8Experts | UnevenExperts | Fp4Experts:
+        released = (gate, gate_scale, up, up_scale, down, down_scale)
+        if few_rows or gate.shape[1] % GROUP or 2 * gate.shape[2] % GROUP:
+            return TritonExperts(self.numerics).prepare(*released)
+        gate_up = recast_fp4(torch.cat((gate, up), 1), torch.cat((gate_scale, up_scale), 1))
+        recast_down = recast_fp4(down, down_scale)
+        if gate_up is None or recast_down is None:
+            _log.warning("experts stay FP4, with many rows 2 to 3 times slower: scales of a tile differ by over 2^12")
+            return UnevenExperts(TritonExperts(self.numerics).prepare(*released))
+        return Fp8Experts(gate_up, recast_down)
+
+    def pack(self, activations: Activations, experts: Fp8Experts | UnevenExperts | Fp4Experts) -> Tensor:
+        if isinstance(experts, Fp4Experts):
+            return activations.values
+        return (activations.cast or cast_rows(activations.values)).packed
+
+    def __call__(
+        self,
+        rows: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        experts: Fp8Experts | UnevenExperts | Fp4Experts,
+        *,
+        limit: float,
+        expected_copies: int | None = None,
+    ) -> ExpertRows:
+        if isinstance(experts, UnevenExperts):
+            experts = experts.packed
+            rows = unpack_rows(rows, width=experts.hidden)
+        if isinstance(experts, Fp4Experts):
+            packed = TritonExperts(self.numerics)
+            return packed(rows, expert_ids, weights, experts, limit=limit, expected_copies=expected_copies)
+        width = experts.down.codes.shape[1]
+        layout = lay_out_experts(expert_ids, num_experts=len(experts.down.codes), tile=GROUP)
+        is_mostly_empty = expected_copies is not None and expected_copies < expert_ids.numel()
+        if is_mostly_empty and not torch.cuda.is_current_stream_capturing():
+            layout = layout.without_rest(GROUP)  # DeepGEMM takes nearly as long for a tile of nobody as for any other
+        if not layout.num_places:
+            return ExpertRows(torch.empty(0, width, dtype=torch.bfloat16, device=rows.device), layout.places)
+        cast = place_rows(rows, layout.source, width=width)
+        both = _grouped_product(cast, experts.gate_up, layout)
+        hidden = _swiglu_cast(both, limit, weights, layout)
+        return ExpertRows(_grouped_product(hidden, experts.down, layout), layout.places)
+
+
+def _grouped_product(x: tuple[Tensor, Tensor], weight: Fp8Weight, layout: ExpertLayout) -> Tensor:
+    codes, _ = x
+    out = torch.empty(layout.num_places, weight.codes.shape[1], dtype=torch.bfloat16, device=codes.device)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(x, (weight.codes, weight.scale), out, layout.expert)
+    return out
+>>>>>>> Stashed changes
 
 
 def _norm_cast(x: Tensor, norm: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
