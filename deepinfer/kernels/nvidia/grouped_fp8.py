@@ -1,7 +1,7 @@
-"""The rest of a grouped FP8 product, in Triton: tiles that DeepGEMM was not given as nobody expected them.
+"""What stands around DeepGEMM's grouped FP8 products, in Triton: tiles it was not given, and SwiGLU between two.
 
-DeepGEMM spends as much on a tile of nobody as on any other, and how many there are is known to the device alone. So it
-gets the tiles that nearly always suffice, and programs of this file look whether more came.
+DeepGEMM spends much on a tile of nobody, and how many there are is known to the device alone. So it gets the tiles that
+nearly always suffice, and programs of this file look whether more came.
 """
 
 from __future__ import annotations
