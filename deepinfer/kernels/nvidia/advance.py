@@ -23,6 +23,18 @@ def _four(place):
 
 
 @triton.jit
+def _load(streams_ptr, y_ptr, row, columns, WIDTH: tl.constexpr):
+    """Columns of the four streams and of `y`."""
+    inside = columns < WIDTH
+    place = streams_ptr + row * (4 * WIDTH) + columns
+    x0 = tl.load(place, mask=inside, other=0.0)
+    x1 = tl.load(place + WIDTH, mask=inside, other=0.0)
+    x2 = tl.load(place + 2 * WIDTH, mask=inside, other=0.0)
+    x3 = tl.load(place + 3 * WIDTH, mask=inside, other=0.0)
+    return x0, x1, x2, x3, tl.load(y_ptr + row * WIDTH + columns, mask=inside, other=0.0)
+
+
+@triton.jit
 def _advance_kernel(
     streams_ptr,
     y_ptr,
@@ -44,10 +56,14 @@ def _advance_kernel(
     PACKED: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
-    """One row. With places, `values` there are added up, then `y`. The collapse waits in `hidden` for its mean square;
-    each thread reads back what it wrote itself. PACKED: bytes of a cast row, 0: none is wanted.
+    """One row. With places, `values` there are added up, then `y`. The next block is read before this one is written;
+    the collapse waits in registers for its mean square. PACKED: bytes of a cast row, 0: none is wanted.
     """
     row = tl.program_id(0).to(tl.int64)
+    ahead = _load(streams_ptr, y_ptr, row, tl.arange(0, BLOCK), WIDTH)
+    places = ()
+    for number in tl.static_range(NUM_PLACES):
+        places += (tl.load(places_ptr + row * NUM_PLACES + number).to(tl.int64),)
     post0, post1, post2, post3 = _four(post_ptr + row * 4)
     pre0, pre1, pre2, pre3 = _four(pre_ptr + row * 4)
     mix00, mix01, mix02, mix03 = _four(mix_ptr + row * 16)
@@ -56,22 +72,23 @@ def _advance_kernel(
     mix30, mix31, mix32, mix33 = _four(mix_ptr + row * 16 + 12)
     model_dtype = out_ptr.dtype.element_ty
     squares = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, WIDTH, BLOCK):
+    blocks = ()
+    for start in tl.static_range(0, WIDTH, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < WIDTH
-        place = streams_ptr + row * (4 * WIDTH) + columns
-        x0 = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        x1 = tl.load(place + WIDTH, mask=inside, other=0.0).to(tl.float32)
-        x2 = tl.load(place + 2 * WIDTH, mask=inside, other=0.0).to(tl.float32)
-        x3 = tl.load(place + 3 * WIDTH, mask=inside, other=0.0).to(tl.float32)
-        y = tl.load(y_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        x0 = ahead[0].to(tl.float32)
+        x1 = ahead[1].to(tl.float32)
+        x2 = ahead[2].to(tl.float32)
+        x3 = ahead[3].to(tl.float32)
+        y = ahead[4].to(tl.float32)
         if NUM_PLACES > 0:
             total = tl.zeros((BLOCK,), tl.float32)
             for number in tl.static_range(NUM_PLACES):
-                place = tl.load(places_ptr + row * NUM_PLACES + number).to(tl.int64)
-                known = columns < tl.where(place < 0, 0, WIDTH)
-                total += tl.load(values_ptr + place * WIDTH + columns, mask=known, other=0.0).to(tl.float32)
+                known = columns < tl.where(places[number] < 0, 0, WIDTH)
+                total += tl.load(values_ptr + places[number] * WIDTH + columns, mask=known, other=0.0).to(tl.float32)
             y = (total + y).to(model_dtype).to(tl.float32)
+        if start + BLOCK < WIDTH:
+            ahead = _load(streams_ptr, y_ptr, row, columns + BLOCK, WIDTH)
         new0 = (mix00 * x0 + mix10 * x1 + mix20 * x2 + mix30 * x3 + post0 * y).to(model_dtype)
         new1 = (mix01 * x0 + mix11 * x1 + mix21 * x2 + mix31 * x3 + post1 * y).to(model_dtype)
         new2 = (mix02 * x0 + mix12 * x1 + mix22 * x2 + mix32 * x3 + post2 * y).to(model_dtype)
@@ -84,17 +101,16 @@ def _advance_kernel(
         collapsed = new0.to(tl.float32) * pre0 + new1.to(tl.float32) * pre1
         collapsed = collapsed + new2.to(tl.float32) * pre2 + new3.to(tl.float32) * pre3
         rounded = collapsed.to(model_dtype)
-        tl.store(hidden_ptr + row * WIDTH + columns, rounded, mask=inside)
+        blocks += (rounded,)
         squares += rounded.to(tl.float32) * rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + epsilon)
-    for start in range(0, WIDTH, BLOCK):
+    for number in tl.static_range(len(blocks)):
+        start = number * BLOCK
         columns = start + tl.arange(0, BLOCK)
         inside = columns < WIDTH
-        place = hidden_ptr + row * WIDTH + columns
-        collapsed = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        normed = (weight * (collapsed * inverse)).to(model_dtype)
-        tl.store(place, normed, mask=inside)
+        normed = (weight * (blocks[number].to(tl.float32) * inverse)).to(model_dtype)
+        tl.store(hidden_ptr + row * WIDTH + columns, normed, mask=inside)
         if PACKED > 0:
             rows = row + tl.arange(0, 1)
             x = tl.reshape(normed.to(tl.float32), (1, BLOCK))
