@@ -33,11 +33,6 @@ class ExpertLayout:
         """P."""
         return len(self.source)
 
-    def without_rest(self, tile: int) -> ExpertLayout:
-        """Return it without the tiles of nobody, which come last; waits for the device. All stay where none is used."""
-        used = tile * int((self.expert[::tile] >= 0).sum()) or self.num_places
-        return ExpertLayout(self.expert[:used], self.source[:used], self.copy[:used], self.places)
-
 
 @triton.jit(do_not_specialize=["num_copies"])
 def _count_kernel(ids_ptr, counts_ptr, num_copies, NUM_BLOCK: tl.constexpr, CHUNK: tl.constexpr):
