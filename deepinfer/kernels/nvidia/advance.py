@@ -61,7 +61,7 @@ def _advance_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     ahead = _load(streams_ptr, y_ptr, row, tl.arange(0, BLOCK), WIDTH)
-    places = ()
+    places: tl.tuple = ()
     for number in tl.static_range(NUM_PLACES):
         places += (tl.load(places_ptr + row * NUM_PLACES + number).to(tl.int64),)
     post0, post1, post2, post3 = _four(post_ptr + row * 4)
@@ -72,7 +72,7 @@ def _advance_kernel(
     mix30, mix31, mix32, mix33 = _four(mix_ptr + row * 16 + 12)
     model_dtype = out_ptr.dtype.element_ty
     squares = tl.zeros((BLOCK,), tl.float32)
-    blocks = ()
+    blocks: tl.tuple = ()
     for start in tl.static_range(0, WIDTH, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < WIDTH
