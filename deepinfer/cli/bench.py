@@ -43,7 +43,7 @@ app = typer.Typer(
 
 _WIDTH = 130  # of lines that go into a file
 _CONTEXT, _SCHEDULER_STEPS = 8192, 100
-_TABLE_SHARES = 64  # fewer would not fit beside the rest; rows of a whole table take up to four times as long
+_TABLE_SHARES = 64  # fewer would not fit beside the rest; rows of a whole table take up to six times as long
 _DECODE_RANKS, _PREFILL_RANKS = 64, 4  # where no cluster file says how many
 _STEP_TOKENS = 16_384  # likewise
 
