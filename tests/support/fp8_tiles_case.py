@@ -62,7 +62,7 @@ def _check_product(bench: Bench, layout: ExpertLayout, part: int) -> None:
     x = PlacedRows(codes, scales)
     first = part // GROUP if part < num_places else 0
     out = torch.full((num_places, weight.codes.shape[1]), 7.0, dtype=torch.bfloat16, device=bench.device)
-    multiply_tiles(x, weight, layout.expert, out, first=first)
+    multiply_tiles(x, weight, layout.expert, out, first=first, num_programs=3)
     written = (layout.expert.view(-1, GROUP)[:, 0] >= 0).repeat_interleave(GROUP)
     written[: first * GROUP] = False
     same(out[~written], torch.full_like(out[~written], 7.0))

@@ -82,14 +82,17 @@ def _grouped_fp8_kernel(
         expert = tl.load(expert_ptr + tile * _GROUP, mask=tile < num_tiles, other=-1).to(tl.int64)
 
 
-def multiply_tiles(x: PlacedRows, weight: Fp8Weight, expert: Tensor, out: Tensor, *, first: int) -> None:
+def multiply_tiles(
+    x: PlacedRows, weight: Fp8Weight, expert: Tensor, out: Tensor, *, first: int, num_programs: int = _PROGRAMS
+) -> None:
     """Write the tiles of 128 places from tile `first` on into `out` bf16 [P, N]: x [P, K] times the weights
     [E, N, K] of `expert` int32 [P]. A tile is its first place's expert's; those of nobody come last and stay unwritten.
+    `num_programs` go through them in turn.
     """
     num_tiles = len(expert) // GROUP
     if first < num_tiles:
         _, columns, depth = weight.codes.shape
-        _grouped_fp8_kernel[(_PROGRAMS,)](
+        _grouped_fp8_kernel[(num_programs,)](
             x.codes,
             x.scales,
             weight.codes,
