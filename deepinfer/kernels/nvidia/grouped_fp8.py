@@ -21,7 +21,7 @@ from deepinfer.kernels.nvidia.moe import swiglu_halves
 
 _PROGRAMS = 132  # the processors of a Hopper GPU
 _GROUP = tl.constexpr(GROUP)
-_MIN_SAVED = 8  # tiles of nobody, which cost an H200 1 to 2 us each; an idle launch costs 2 to 4
+_MIN_SAVED = 8  # tiles of nobody, which cost an H200 1 to 3 us each; an idle launch costs 1.4 to 4
 _STAGES = tl.constexpr(4)
 _WARPS = 8
 _ROWS, _BLOCK = 4, 512  # of places that a program of SwiGLU casts, columns that it does at a time
