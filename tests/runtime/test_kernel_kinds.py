@@ -21,6 +21,7 @@ GEMM = "void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0, 0u, {}u, {
         ("_swiglu_cast_kernel", "SwiGLU"),
         ("_cast_kernel", "casts to FP8"),
         ("_step_layout_kernel", "rows of a step and their lists"),
+        ("_earlier_count_kernel", "routing, order and sum of experts' rows"),
         ("_sum_parts_kernel", "bf16 products: router, heads, compressors"),
         ("nvjet_sm90_tss_128x160_64x5_2x1_v_bz_TNT", "bf16 products: router, heads, compressors"),
         ("void at::native::vectorized_elementwise_kernel<2, at::native::where", "torch's own small kernels"),

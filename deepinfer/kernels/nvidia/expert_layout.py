@@ -44,7 +44,7 @@ def _count_kernel(ids_ptr, counts_ptr, num_copies, NUM_BLOCK: tl.constexpr, CHUN
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def _scan_counts_kernel(
+def _earlier_count_kernel(
     counts_ptr, num_chunks, NUM_BLOCK: tl.constexpr, EXPERTS: tl.constexpr, CHUNKS_AT_ONCE: tl.constexpr
 ):
     """Counts become those of the chunks before; the row behind the last one becomes those of all."""
@@ -143,7 +143,7 @@ def lay_out_experts(expert_ids: Tensor, *, num_experts: int, tile: int) -> Exper
         _count_kernel[(num_chunks,)](expert_ids, counts, num_copies, NUM_BLOCK=block, CHUNK=chunk)
         if is_scanned:
             experts = min(_SCANNED_EXPERTS, block)
-            _scan_counts_kernel[(block // experts,)](
+            _earlier_count_kernel[(block // experts,)](
                 counts, num_chunks, NUM_BLOCK=block, EXPERTS=experts, CHUNKS_AT_ONCE=_SCANNED_CHUNKS
             )
         _place_kernel[(max(triton.cdiv(num_copies, _STEP), num_tiles),)](
