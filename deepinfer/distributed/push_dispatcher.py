@@ -96,9 +96,9 @@ class PushLink:
 
 @dataclass(slots=True, frozen=True)
 class _Sent:
-    """What `combine` must know of a dispatch: `answers` [T, K], see `push_rows`."""
+    """What `combine` must know of a dispatch: `expert_ids` [T, K] as they were given."""
 
-    answers: torch.Tensor
+    expert_ids: torch.Tensor
     region: Region
 
 
@@ -128,7 +128,7 @@ class PushDispatcher:
         row_bytes = rows.shape[1] * rows.element_size()
         region = link.region_for(columns, row_bytes)
         assert len(rows) <= region.shape.max_rows, f"{len(rows)} rows, but room for {region.shape.max_rows}"
-        answers = push_rows(
+        push_rows(
             rows,
             expert_ids,
             weights,
@@ -151,7 +151,7 @@ class PushDispatcher:
             expert_ids=arrived_ids,
             expected_copies=expert_ids.numel(),  # as if all ranks sent as many
             weights=own[region.weights :][: places * columns * WEIGHT_BYTES].view(torch.float32).view(places, columns),
-            handle=_Sent(answers, region),
+            handle=_Sent(expert_ids, region),
         )
 
     def combine(self, expert_rows: ExpertRows, dispatched: Dispatched) -> ExpertRows:
@@ -170,9 +170,10 @@ class PushDispatcher:
             active=link.is_active,
         )
         link.meet()
-        count = sent.answers.numel()
+        count = sent.expert_ids.numel()
         answers = link.memory.own[sent.region.answers :][: count * answer_bytes].view(values.dtype)
-        return ExpertRows(answers.view(count, values.shape[1]), sent.answers)
+        numbers = torch.arange(count, device=values.device).view_as(sent.expert_ids)
+        return ExpertRows(answers.view(count, values.shape[1]), torch.where(sent.expert_ids < 0, -1, numbers))
 
 
 def open_link(

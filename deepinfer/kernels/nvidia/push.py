@@ -4,7 +4,7 @@ A rank's memory begins with one int64 flag for each rank. Ranks take turns: all 
 raises its flag in every rank's memory to the number of the meeting (release) and waits until all of its own flags have
 got that far (acquire), so that what was pushed before is seen by the kernels after it. Nothing here asks the host.
 
-With `active` 0 no other rank hears of a launch.
+With `active` 0 a launch does nothing: no other rank hears of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def _push_rows_kernel(
     weights_ptr,
     starts_ptr,
     peers_ptr,
-    answers_ptr,
     active,
     num_rows,
     RANK: tl.constexpr,
@@ -47,17 +46,15 @@ def _push_rows_kernel(
     BLOCK: tl.constexpr,
 ):
     """Row `program_id(0)` for rank `program_id(1)`: local ids always, row and weights if it has one of the experts."""
-    row, peer = tl.program_id(0), tl.program_id(1)
-    columns = tl.arange(0, COLUMN_BLOCK)
-    inside = columns < COLUMNS
-    copies = row.to(tl.int64) * COLUMNS + columns
-    sent = inside & (copies < num_rows * COLUMNS)
-    ids = tl.load(ids_ptr + copies, mask=sent, other=-1)
-    if peer == 0:
-        tl.store(answers_ptr + copies, tl.where(ids < 0, -1, copies), mask=sent)
     if active != 0:
+        row, peer = tl.program_id(0), tl.program_id(1)
         place = (RANK * MAX_ROWS + row).to(tl.int64)
         base = tl.multiple_of(tl.load(peers_ptr + peer), 16)
+        columns = tl.arange(0, COLUMN_BLOCK)
+        inside = columns < COLUMNS
+        copies = row.to(tl.int64) * COLUMNS + columns
+        sent = inside & (copies < num_rows * COLUMNS)
+        ids = tl.load(ids_ptr + copies, mask=sent, other=-1)
         first = tl.load(starts_ptr + peer)
         here = (ids >= first) & (ids < tl.load(starts_ptr + peer + 1))
         there = place * COLUMNS + columns
@@ -140,23 +137,20 @@ def push_rows(
     rank: int,
     max_rows: int,
     active: bool,
-) -> Tensor:
+) -> None:
     """Write `rows` [T, D] (any dtype of whole words) with `expert_ids` [T, K] int64 and `weights` [T, K] float32.
 
     Row t goes to place `rank * max_rows + t` in the memory of each rank that holds one of its experts; rank p holds
     `starts[p] .. starts[p + 1] - 1` (int64 [R + 1]) and is told local ids, -1 for others and for the places behind T.
     `peers` int64 [R]: where each rank's memory begins; `offsets` in it: bytes to the rows, the ids and the weights.
-    Returns int64 [T, K]: which of the answers is that of each copy, -1 where there is none.
     """
     num_rows, columns = expert_ids.shape
-    answers = torch.empty_like(expert_ids, memory_format=torch.contiguous_format)
     _push_rows_kernel[(max_rows, len(peers))](
         words_of(rows),
         expert_ids.contiguous(),
         weights.contiguous(),
         starts,
         peers,
-        answers,
         int(active),
         num_rows,
         RANK=rank,
@@ -169,7 +163,6 @@ def push_rows(
         COLUMN_BLOCK=triton.next_power_of_2(columns),
         BLOCK=_BLOCK,
     )
-    return answers
 
 
 def push_answers(
