@@ -158,13 +158,15 @@ class ModelRunner:
             assert started.step is not None, "neither logits nor tokens"
             assert started.logits is not None, "neither logits nor tokens"
             self._table.sampling.masks = None if masks is None else masks.to(self._table.device)
-            return PendingOutput(
+            output = PendingOutput(
                 plan,
                 self._unusable,
                 draws=self._draw(started, started.logits),
                 prompts=tuple(self._rank_prompts(started, started.logits)),
                 rows=self._commit(plan, started, started.step, started.logits),
             )
+            self._table.sampling.masks = None  # the next step may be recorded: it would apply them for ever
+            return output
 
     def export_kv(self, *, slot: int, block_ids: dict[str, Int32Array], num_tokens: int) -> tuple[KVPart, ...]:
         """Copy a sequence's KV out of the caches."""

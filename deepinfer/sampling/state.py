@@ -75,7 +75,7 @@ class SamplingState:
     Columns by slot [num_slots] on `device`: `seeds` int64 (of the slot's first sample), `temperatures` float32 (0 where
     greedy), `top_k` int64 (`vocab_size` or more = off), `top_p` float64 (1 = off), `log_min_p` float32 (-inf = off).
     On the host, of the slots that have them: `rules`, `num_logprobs` (-1 = whole vocabulary), `truncating`;
-    `draw_seeds` = the seeds of a slot's samples. `masks` = what grammars allow in the present step.
+    `draw_seeds` = the seeds of a slot's samples. `masks` = what grammars allow in the step that draws now, else None.
     `gumbel_argmax` draws for drafts and targets alike: they share noise only if it is the same function.
     """
 

@@ -30,7 +30,7 @@ from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.slot_table import SlotTable
 from deepinfer.runtime.speculation import Speculation
 from deepinfer.runtime.step_graphs import StepGraphs, tier_sizes
-from deepinfer.scheduler.step_plan import BlockGrant, DraftBudget, PrefillChunk, SlotAdmission, StepPlan
+from deepinfer.scheduler.step_plan import BlockGrant, DraftBudget, PrefillChunk, SlotAdmission, StepOutput, StepPlan
 from deepinfer.speculative.cost_table import CostTable
 from deepinfer.speculative.drafter import Anchors, Drafts
 from deepinfer.speculative.verifier import RejectionVerifier, SharedNoiseVerifier, Verifier
@@ -257,6 +257,29 @@ def test_recorded_steps_leave_no_large_result_each() -> None:
     assert drafts.scores is None
     assert runner.kept_bytes == 8 * 4 * VOCAB_SIZE * 4
     assert _runner(RejectionVerifier(), is_rejection=True, capture=None).kept_bytes == 0
+
+
+def test_a_step_recorded_behind_one_with_masks_does_not_hold_them() -> None:
+    """A graph would apply them in every later step of its size, from memory that holds something else by then."""
+
+    def decoded(slot: int, *, grammar: object | None) -> StepPlan:
+        admission = SlotAdmission(slot, np.array([7, 8], np.int32), 2, SamplingParams(seq_seed=1), grammar=grammar)
+        grant = BlockGrant(slot, "global", 0, np.array([slot], np.int32))
+        slots = np.array([slot], np.int32)
+        return StepPlan(0, admissions=(admission,), grants=(grant,), decode_slots=slots, max_rows_per_slot=4)
+
+    def run(runner: ModelRunner, plan: StepPlan, masks: StepMasks | None) -> StepOutput:
+        runner.start_step(plan)
+        return runner.finish_step(plan, masks).resolve()
+
+    plain = decoded(2, grammar=None)
+    (alone,) = run(_runner(SharedNoiseVerifier(), is_rejection=False, capture=_capture), plain, None).slots
+    runner = _runner(SharedNoiseVerifier(), is_rejection=False, capture=_capture)
+    words = torch.full((1, 4, num_words(VOCAB_SIZE)), 0x0F0F0F0F, dtype=torch.int32)
+    run(runner, decoded(2, grammar="a grammar"), StepMasks(torch.tensor([2]), torch.tensor([5]), words))
+    (behind,) = run(runner, plain, None).slots
+    assert behind.failure is None
+    assert behind.token_ids.tolist() == alone.token_ids.tolist()
 
 
 def test_nothing_is_recorded_where_nothing_is_drafted() -> None:
