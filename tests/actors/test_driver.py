@@ -7,7 +7,7 @@ import time
 import msgspec
 import pytest
 import ray
-from support.fake_cluster import collect, make_request, tokens_of
+from support.fake_cluster import collect, make_request, tokens_of, wait_for_requests
 from support.fake_engine import FAULT, Fault, expected_tokens
 
 from deepinfer.protocol import FinishCode
@@ -88,8 +88,7 @@ def test_a_failed_request_leaves_the_others_alone(shared_engine) -> None:
 def test_aborted_requests_end_at_once_and_free_their_places(shared_engine) -> None:
     job = shared_engine.client.open_job()
     job.submit([make_request(f"long{i}", [3, i], max_tokens=4000) for i in range(8)])
-    time.sleep(0.3)
-    assert ray.get(shared_engine.driver.status.remote())["requests"]["num_decoding"] == 8
+    wait_for_requests(shared_engine.driver, num_decoding=8)
     job.submit([make_request("short", [6])], aborted_ids=[f"long{i}" for i in range(8)])
     assert tokens_of(collect(job, 1)) == {("short", 0): expected_tokens([6], 0, 0, 12)}
     status = ray.get(shared_engine.driver.status.remote())
@@ -100,10 +99,9 @@ def test_aborted_requests_end_at_once_and_free_their_places(shared_engine) -> No
 def test_closing_a_job_frees_what_it_has(shared_engine) -> None:
     job = shared_engine.client.open_job()
     job.submit([make_request(f"left{i}", [3, i], max_tokens=4000) for i in range(8)])
+    wait_for_requests(shared_engine.driver, num_decoding=8)
     job.close()
-    time.sleep(0.5)
-    counts = ray.get(shared_engine.driver.status.remote())["requests"]
-    assert counts["num_waiting"] + counts["num_prefilling"] + counts["num_prefilled"] + counts["num_decoding"] == 0
+    wait_for_requests(shared_engine.driver, num_waiting=0, num_prefilling=0, num_prefilled=0, num_decoding=0)
 
 
 def test_ranks_are_named_and_have_the_environment_of_the_starting_process(shared_engine) -> None:

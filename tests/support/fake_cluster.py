@@ -46,6 +46,18 @@ class Engine:
         return ray.get_actor(f"{self.facts.name}-{role}-{rank}")
 
 
+def wait_for_requests(driver: Any, **wanted: int) -> None:
+    """Wait, 20 seconds at most, until the driver's counts of requests are the `wanted` ones."""
+    deadline = time.monotonic() + 20
+    while True:
+        counts = ray.get(driver.status.remote())["requests"]
+        found = {name: counts[name] for name in wanted}
+        if found == wanted:
+            return
+        assert time.monotonic() < deadline, f"{found} instead of {wanted}"
+        time.sleep(0.02)
+
+
 @contextmanager
 def environment(values: dict[str, str]) -> Iterator[None]:
     """Set variables for a while; a Ray that is started meanwhile hands them to its workers."""
