@@ -36,12 +36,14 @@ def mode_kernels(mode: str) -> KernelSet:
     return select_kernels("cpu", numerics=MODES[mode], batch_invariant=True, overrides={})
 
 
-def load_model(variant: Path, kernels: KernelSet, *, upstream_open_pair_keys: bool = False) -> DeepseekV41:
-    """Load a variant's checkpoint on the CPU; the switch adds the released code's defect on decode steps."""
+def load_model(
+    variant: Path, kernels: KernelSet, *, device: str = "cpu", upstream_open_pair_keys: bool = False
+) -> DeepseekV41:
+    """Load a variant's checkpoint; the switch adds the released code's defect on decode steps."""
     config = read_config(variant)
     experts = (tuple(range(config.n_routed_experts)),) * config.num_layers
-    weights = load_weights(variant, config, expert_ids=experts, device=torch.device("cpu"))
-    token_map = torch.from_numpy(read_token_map(variant, config)).long()
+    weights = load_weights(variant, config, expert_ids=experts, device=torch.device(device))
+    token_map = torch.from_numpy(read_token_map(variant, config)).long().to(device)
     return DeepseekV41(config, weights, token_map, kernels, upstream_open_pair_keys=upstream_open_pair_keys)
 
 

@@ -28,11 +28,11 @@ class StepRunner:
     def __init__(
         self, model: DeepseekV41, *, num_slots: int = 3, max_tokens: int = 384, tokens_per_block: int = 8
     ) -> None:
-        self.model = model
+        self.model, self.device = model, model.device
         num_blocks = max_tokens // tokens_per_block
         shuffled = torch.randperm(num_blocks * num_slots, generator=torch.Generator().manual_seed(5))
         self.block_tables = (shuffled + 1).view(num_slots, num_blocks)
-        self.token_table = torch.zeros(num_slots + 1, max_tokens, dtype=torch.int32)
+        self.token_table = torch.zeros(num_slots + 1, max_tokens, dtype=torch.int32, device=self.device)
         self.caches = model.allocate_caches(
             num_blocks={"global": num_blocks * num_slots + 1},
             num_slots=num_slots + 1,
@@ -49,20 +49,20 @@ class StepRunner:
         lengths = torch.tensor([len(part.tokens) for part in parts], dtype=torch.int64)
         positions = [torch.arange(part.start, part.start + len(part.tokens)) for part in parts]
         for part in chunks:
-            self.token_table[part.slot, part.start : part.start + len(part.tokens)] = part.tokens.int()
+            self.token_table[part.slot, part.start : part.start + len(part.tokens)] = part.tokens.int().to(self.device)
         num_rows = int(lengths.sum())
         is_padding = torch.arange(num_rows) >= num_rows - num_padding
         tables = [self.block_tables[part.slot - 1] if part.slot else self.block_tables[0] * 0 for part in parts]
         return ForwardInputs(
-            token_ids=torch.cat([part.tokens for part in parts]).long(),
-            positions=torch.where(is_padding, 0, torch.cat(positions)),
-            row_sequence=torch.repeat_interleave(lengths),
-            sequence_slots=torch.tensor([part.slot for part in parts]),
-            sequence_starts=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
-            block_tables={"global": torch.stack(tables)},
+            token_ids=torch.cat([part.tokens for part in parts]).long().to(self.device),
+            positions=torch.where(is_padding, 0, torch.cat(positions)).to(self.device),
+            row_sequence=torch.repeat_interleave(lengths).to(self.device),
+            sequence_slots=torch.tensor([part.slot for part in parts], device=self.device),
+            sequence_starts=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(self.device),
+            block_tables={"global": torch.stack(tables).to(self.device)},
             token_table=self.token_table,
-            logit_rows=torch.arange(num_rows - num_padding),
-            is_padding=is_padding,
+            logit_rows=torch.arange(num_rows - num_padding, device=self.device),
+            is_padding=is_padding.to(self.device),
             caches=self.caches,
             kernels=self.model.kernels,
             dispatcher=self.dispatcher,
