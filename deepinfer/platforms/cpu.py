@@ -10,7 +10,8 @@ import psutil
 import torch
 
 from deepinfer.platforms.host_memory import host_memory
-from deepinfer.platforms.platform import MemoryInfo
+from deepinfer.platforms.platform import MemoryInfo, SharedMemory
+from deepinfer.platforms.shared_pages import open_pages, share_pages
 from deepinfer.platforms.worker import WorkerPiece, WorkerStream
 
 T = TypeVar("T")
@@ -82,6 +83,14 @@ class CpuPlatform:
         """Run `work` and return 0: the host's memory is not counted so closely."""
         work()
         return 0
+
+    def share_memory(self, num_bytes: int) -> SharedMemory:
+        """Return memory in a file without a name."""
+        return share_pages(num_bytes)
+
+    def open_memory(self, handle: bytes) -> torch.Tensor:
+        """Map the file of another process, or of this one."""
+        return open_pages(handle)
 
 
 def build_platform(*, num_threads: int) -> CpuPlatform:

@@ -12,7 +12,8 @@ import torch
 
 from deepinfer.errors import ConfigError
 from deepinfer.log import get_logger
-from deepinfer.platforms.platform import MemoryInfo
+from deepinfer.platforms.memory_handle import describe_memory, read_handle, unreachable
+from deepinfer.platforms.platform import MemoryInfo, SharedMemory
 from deepinfer.platforms.worker import WorkerPiece, WorkerStream
 
 T = TypeVar("T")
@@ -161,6 +162,21 @@ class NvidiaPlatform:
         work()
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before_bytes
+
+    def share_memory(self, num_bytes: int) -> SharedMemory:
+        """Return memory with CUDA's handle for other processes, whichever GPU they use."""
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        torch.cuda.synchronize(self.device)
+        return SharedMemory(data, describe_memory(num_bytes, *data.untyped_storage()._share_cuda_()))
+
+    def open_memory(self, handle: bytes) -> torch.Tensor:
+        """Map another process's memory; the first part of CUDA's handle numbers the GPU as its owner does."""
+        owner = read_handle(handle)
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *owner.details[1:])  # noqa: SLF001
+        except RuntimeError as error:
+            raise unreachable(owner, error) from error
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (owner.num_bytes,), (1,))
 
 
 @contextmanager

@@ -30,6 +30,18 @@ class MemoryInfo:
     own_bytes: int
 
 
+@dataclass(slots=True, frozen=True)
+class SharedMemory:
+    """`data` uint8 [num_bytes] on the device; with `handle` other processes of this host can open it.
+
+    It is given back when nothing refers to `data` and `owner` any more.
+    """
+
+    data: torch.Tensor
+    handle: bytes
+    owner: object = None
+
+
 class Piece(Protocol[T_co]):
     """One piece of work on a stream."""
 
@@ -97,6 +109,21 @@ class Platform(Protocol):
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """Return how much device memory `work` needs beside what is held already, by running it; 0: not known."""
+        ...
+
+    def share_memory(self, num_bytes: int) -> SharedMemory:
+        """Allocate memory on the device that other processes can read; what it holds is undefined.
+
+        Raises OSError or RuntimeError where there is none, or no way to share it.
+        """
+        ...
+
+    def open_memory(self, handle: bytes) -> torch.Tensor:
+        """Map what another process of this host shares: uint8, as it is, whatever happens to that process from then on.
+
+        It is unmapped when nothing refers to it any more. To be called on the thread of a stream. Raises
+        `memory_handle.UnreachableMemoryError`.
+        """
         ...
 
 
