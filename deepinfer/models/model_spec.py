@@ -138,7 +138,7 @@ class DraftNetwork(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class KVPart:
-    """Records of one group in the wire format: `data` uint8 [nbytes], contiguous, on the CPU."""
+    """Records of one group in the wire format: `data` uint8 [nbytes], contiguous, on the CPU or on the device."""
 
     group: str
     first_position: int
@@ -171,11 +171,22 @@ class Model(Protocol):
         """Run all layers over the rows, writing their KV; a collective when the experts are spread over ranks."""
         ...
 
+    def kv_bytes(self, caches: Any, num_tokens: int) -> int:
+        """Return how many bytes the parts of a sequence of `num_tokens` tokens have together; asks no device."""
+        ...
+
     def export_kv(
-        self, caches: Any, *, slot: int, block_ids: dict[str, torch.Tensor], num_tokens: int
+        self,
+        caches: Any,
+        *,
+        slot: int,
+        block_ids: dict[str, torch.Tensor],
+        num_tokens: int,
+        into: torch.Tensor | None = None,
     ) -> tuple[KVPart, ...]:
         """Return a copy of all that later positions of a sequence of `num_tokens` tokens will read.
 
+        It lies in `into`, uint8 on the device, one part behind the other from its beginning on; None: in host memory.
         Its data are there when what has been launched so far has ended on the device.
         """
         ...

@@ -1,4 +1,4 @@
-"""Runs one step on the device: slot table, forward, sampling, commit. Every method here runs on the device thread.
+"""Runs one step on the device: slot table, forward, sampling, commit. What touches the device runs on its thread.
 
 Nothing in it waits for the device: what the host has to learn is copied to it, and read when the step has ended.
 """
@@ -168,11 +168,17 @@ class ModelRunner:
             self._table.sampling.masks = None  # the next step may be recorded: it would apply them for ever
             return output
 
-    def export_kv(self, *, slot: int, block_ids: dict[str, Int32Array], num_tokens: int) -> tuple[KVPart, ...]:
-        """Copy a sequence's KV out of the caches."""
+    def kv_bytes(self, num_tokens: int) -> int:
+        """How long the KV of so many tokens is; any thread."""
+        return self._model.kv_bytes(self._caches, num_tokens)
+
+    def export_kv(
+        self, *, slot: int, block_ids: dict[str, Int32Array], num_tokens: int, into: torch.Tensor | None = None
+    ) -> tuple[KVPart, ...]:
+        """Copy a sequence's KV out of the caches: into memory of the device, or with None into the host's."""
         with torch.inference_mode():
             return self._model.export_kv(
-                self._caches, slot=slot, block_ids=self._device_blocks(block_ids), num_tokens=num_tokens
+                self._caches, slot=slot, block_ids=self._device_blocks(block_ids), num_tokens=num_tokens, into=into
             )
 
     def import_kv(

@@ -73,6 +73,25 @@ def test_bytes_survive_a_second_hand_over(runner: StepRunner) -> None:
             assert torch.equal(part.data, again.data)
 
 
+def test_an_export_into_given_memory_has_the_same_bytes_and_goes_no_further(runner: StepRunner) -> None:
+    model, caches = runner.model, runner.caches
+    for slot, length in enumerate(LENGTHS, start=1):
+        where = {"slot": slot, "block_ids": runner.block_ids(slot, length), "num_tokens": length}
+        plain = model.export_kv(caches, **where)
+        num_bytes = model.kv_bytes(caches, length)
+        memory = torch.full((num_bytes + 40,), 77, dtype=torch.uint8)
+        parts = model.export_kv(caches, **where, into=memory)
+        assert torch.equal(torch.cat([part.data for part in plain]), memory[:num_bytes])
+        assert memory[num_bytes:].tolist() == [77] * 40
+        for part, expected in zip(parts, plain, strict=True):
+            assert (part.group, part.first_position, part.num_records) == (
+                expected.group,
+                expected.first_position,
+                expected.num_records,
+            )
+            assert torch.equal(part.data, expected.data)
+
+
 def test_sizes_follow_the_record_formats(runner: StepRunner) -> None:
     layout = runner.caches.layout
     parts = {

@@ -69,14 +69,25 @@ class FakeModel:
         time.sleep(max(0.0, end - time.monotonic()))
         return ForwardOutput(logits)
 
+    def kv_bytes(self, caches: FakeCaches, num_tokens: int) -> int:
+        return 8 * (num_tokens + RING)
+
     def export_kv(
-        self, caches: FakeCaches, *, slot: int, block_ids: dict[str, torch.Tensor], num_tokens: int
+        self,
+        caches: FakeCaches,
+        *,
+        slot: int,
+        block_ids: dict[str, torch.Tensor],
+        num_tokens: int,
+        into: torch.Tensor | None = None,
     ) -> tuple[KVPart, ...]:
-        records = caches.records[block_ids["global"]].flatten()[:num_tokens].contiguous()
-        return (
-            KVPart("global", 0, num_tokens, records.view(torch.uint8)),
-            KVPart("window", max(0, num_tokens - RING), RING, caches.rings[slot].clone().view(torch.uint8)),
-        )
+        records = caches.records[block_ids["global"]].flatten()[:num_tokens].contiguous().view(torch.uint8)
+        ring = caches.rings[slot].clone().view(torch.uint8)
+        if into is not None:
+            end = len(records) + len(ring)
+            into[:end] = torch.cat((records, ring))
+            records, ring = into[: len(records)], into[len(records) : end]
+        return (KVPart("global", 0, num_tokens, records), KVPart("window", max(0, num_tokens - RING), RING, ring))
 
     def import_kv(
         self,

@@ -27,24 +27,41 @@ from deepinfer.platforms.transfer import to_device, to_host
 _Place = tuple[Tensor, Tensor]  # a cache tensor seen as bytes [rows, bytes], and the rows that belong to the part
 
 
-def export_kv(caches: Caches, *, slot: int, block_ids: dict[str, Tensor], num_tokens: int) -> tuple[KVPart, ...]:
-    """Return copies in host memory, there once the stream has come so far.
+def kv_bytes(caches: Caches, num_tokens: int) -> int:
+    """Return how many bytes all parts of so many tokens have together."""
+    return sum(_part_bytes(caches, group, count) for group, (_, count) in _extents(caches, num_tokens).items())
 
-    `block_ids["global"]` covers `num_tokens`, other groups go by the slot.
+
+def export_kv(
+    caches: Caches, *, slot: int, block_ids: dict[str, Tensor], num_tokens: int, into: Tensor | None = None
+) -> tuple[KVPart, ...]:
+    """Return copies, there once the stream has come so far: in `into`, one behind the other, or in host memory.
+
+    `into` uint8, of the caches' device, has `kv_bytes` bytes or more. `block_ids["global"]` covers `num_tokens`, other
+    groups go by the slot.
     """
-    parts = []
+    device = caches.window[0].device
+    data = torch.empty(kv_bytes(caches, num_tokens), dtype=torch.uint8, device=device) if into is None else into
+    end = 0
     for group, (first, count) in _extents(caches, num_tokens).items():
-        places = _places(caches, group, slot=slot, block_ids=block_ids, first=first, count=count)
-        pieces = [pool[rows].flatten() for pool, rows in places]
-        data = to_host(torch.cat(pieces)) if pieces else torch.zeros(0, dtype=torch.uint8)
-        parts.append(KVPart(group, first_position=first, num_records=count, data=data))
+        for pool, rows in _places(caches, group, slot=slot, block_ids=block_ids, first=first, count=count):
+            start, end = end, end + len(rows) * pool.shape[1]
+            torch.index_select(pool, 0, rows, out=data[start:end].view(len(rows), pool.shape[1]))
+    return _parts(caches, num_tokens, to_host(data) if into is None else data)
+
+
+def _parts(caches: Caches, num_tokens: int, data: Tensor) -> tuple[KVPart, ...]:
+    parts, end = [], 0
+    for group, (first, count) in _extents(caches, num_tokens).items():
+        start, end = end, end + _part_bytes(caches, group, count)
+        parts.append(KVPart(group, first_position=first, num_records=count, data=data[start:end]))
     return tuple(parts)
 
 
 def import_kv(
     caches: Caches, *, slot: int, block_ids: dict[str, Tensor], num_tokens: int, parts: tuple[KVPart, ...]
 ) -> None:
-    """Write what `export_kv` returned for the same number of tokens and the same layout.
+    """Write what `export_kv` returned for the same number of tokens and the same layout, from host or device.
 
     The part "draft" may begin later than exported: `draft_starts` of the slot tells.
     """
@@ -57,7 +74,8 @@ def import_kv(
             first, count = part.first_position, num_tokens - part.first_position
             caches.draft_starts[slot : slot + 1].fill_(first)
         assert (part.first_position, part.num_records) == (first, count), f"{part.group}: not of {num_tokens} tokens"
-        data, offset = to_device(part.data, caches.window[0].device), 0
+        device, offset = caches.window[0].device, 0
+        data = part.data if part.data.device == device else to_device(part.data, device)
         for pool, rows in _places(caches, part.group, slot=slot, block_ids=block_ids, first=first, count=count):
             size = len(rows) * pool.shape[1]
             pool[rows] = data[offset : offset + size].view(len(rows), pool.shape[1])
@@ -76,25 +94,38 @@ def _extents(caches: Caches, num_tokens: int) -> dict[str, tuple[int, int]]:
     return extents | {DRAFT_GROUP: extents[WINDOW_GROUP]} if caches.draft else extents
 
 
+def _pools(caches: Caches, group: str) -> list[tuple[Tensor, int]]:
+    """Return the cache tensors of a group, seen as bytes [rows, bytes], and how many positions share a row of each."""
+    if group == GLOBAL_GROUP:
+        sources = caches.layout.ratios.items()
+        return [(pool, ratio) for source, ratio in sources for pool in (caches.main[source], caches.index[source])]
+    if group == OPEN_PAIR_GROUP:
+        return [(pool.view(torch.uint8), 1) for pool in caches.open_pairs.values()]
+    return [(pool, 1) for pool in (caches.window if group == WINDOW_GROUP else caches.draft)]
+
+
+def _part_bytes(caches: Caches, group: str, count: int) -> int:
+    return sum(count // ratio * pool.shape[1] for pool, ratio in _pools(caches, group))
+
+
 def _places(
     caches: Caches, group: str, *, slot: int, block_ids: dict[str, Tensor], first: int, count: int
 ) -> Iterator[_Place]:
-    device = caches.window[0].device
+    device, rows_by_ratio = caches.window[0].device, {}
+    for pool, ratio in _pools(caches, group):
+        if ratio not in rows_by_ratio:
+            positions = torch.arange(first, first + count // ratio, device=device)
+            rows_by_ratio[ratio] = _rows(caches, group, positions, ratio, slot=slot, block_ids=block_ids)
+        yield pool, rows_by_ratio[ratio]
+
+
+def _rows(
+    caches: Caches, group: str, positions: Tensor, ratio: int, *, slot: int, block_ids: dict[str, Tensor]
+) -> Tensor:
+    """Return the rows of `positions`, which for the global group are entries of `ratio` positions each."""
     if group == GLOBAL_GROUP:
-        blocks = block_ids[GLOBAL_GROUP].to(device)
-        for source, ratio in caches.layout.ratios.items():
-            per_block = caches.entries_per_block(source)
-            entries = torch.arange(count // ratio, device=device)
-            rows = blocks[entries // per_block] * per_block + entries % per_block
-            yield caches.main[source], rows
-            yield caches.index[source], rows
-    elif group in (WINDOW_GROUP, DRAFT_GROUP):
-        ring = caches.layout.ring_length
-        rows = slot * ring + torch.arange(first, first + count, device=device) % ring
-        for pool in caches.window if group == WINDOW_GROUP else caches.draft:
-            yield pool, rows
-    else:
-        positions = torch.arange(first, first + count, device=device)
-        rows = slot * OPEN_PAIRS_PER_SLOT + positions // 2 % OPEN_PAIRS_PER_SLOT
-        for pool in caches.open_pairs.values():
-            yield pool.view(torch.uint8), rows
+        per_block = caches.tokens_per_block // ratio
+        return block_ids[GLOBAL_GROUP].to(positions.device)[positions // per_block] * per_block + positions % per_block
+    if group == OPEN_PAIR_GROUP:
+        return slot * OPEN_PAIRS_PER_SLOT + positions // 2 % OPEN_PAIRS_PER_SLOT
+    return slot * caches.layout.ring_length + positions % caches.layout.ring_length

@@ -18,7 +18,7 @@ from deepinfer.models.deepseek_v41.engram import Engram
 from deepinfer.models.deepseek_v41.engram_constants import EngramConstants
 from deepinfer.models.deepseek_v41.hyper_connection import HyperConnection, Residual
 from deepinfer.models.deepseek_v41.indexer import Published
-from deepinfer.models.deepseek_v41.kv_exchange import export_kv, import_kv
+from deepinfer.models.deepseek_v41.kv_exchange import export_kv, import_kv, kv_bytes
 from deepinfer.models.deepseek_v41.moe import MixtureOfExperts
 from deepinfer.models.deepseek_v41.replay import Cut, cut_rows, keep_rows, kept_numbers, replay_starts, upload
 from deepinfer.models.deepseek_v41.rope import compressed_frequencies, window_frequencies
@@ -236,11 +236,21 @@ class DeepseekV41:
         hidden = self.kernels.rms_norm(hidden, self.norm, epsilon=self.config.rms_norm_eps)
         return self.kernels.linear(hidden, self.head, out_dtype=torch.float32)
 
+    def kv_bytes(self, caches: Caches, num_tokens: int) -> int:
+        """See `model_spec.Model`."""
+        return kv_bytes(caches, num_tokens)
+
     def export_kv(
-        self, caches: Caches, *, slot: int, block_ids: dict[str, Tensor], num_tokens: int
+        self,
+        caches: Caches,
+        *,
+        slot: int,
+        block_ids: dict[str, Tensor],
+        num_tokens: int,
+        into: Tensor | None = None,
     ) -> tuple[KVPart, ...]:
         """See `model_spec.Model`."""
-        return export_kv(caches, slot=slot, block_ids=block_ids, num_tokens=num_tokens)
+        return export_kv(caches, slot=slot, block_ids=block_ids, num_tokens=num_tokens, into=into)
 
     def import_kv(
         self,
