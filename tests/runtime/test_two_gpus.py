@@ -86,7 +86,8 @@ def _answer(directory: Path, tables: str, shares: list[list[Request]]) -> list[d
 def test_two_gpus_answer_like_one(tables: str, directory: Path) -> None:
     requests = tiny_requests([5, 40, 130, 77, 9, 200, 31])
     (alone,) = _answer(directory, tables, [requests])
-    shutil.copytree(_cache_dir(directory, 0), _cache_dir(directory, 1), dirs_exist_ok=True)
+    if _cache_dir(directory, 0).exists():  # unless the environment says where compiled kernels are kept
+        shutil.copytree(_cache_dir(directory, 0), _cache_dir(directory, 1), dirs_exist_ok=True)
     both = _answer(directory, tables, [requests[:2], requests[2:]])
     assert [part["dispatcher"] for part in both] == ["PushDispatcher", "PushDispatcher"]
     assert [part["is_recorded"] for part in both] == [True, True]
