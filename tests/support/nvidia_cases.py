@@ -41,13 +41,19 @@ def check_recast(bench: Bench) -> None:
 
 
 def check_gathered_rows(bench: Bench) -> None:
-    """Rows of a table read from front to back are where those read in any order are; some are asked for twice."""
-    codes = bench.normal(90, 64, scale=20).to(torch.float8_e4m3fn)
-    scale = bench.integers(100, 140, 90, 2).to(torch.uint8)
-    rows = bench.integers(0, 90, 13, 6)
+    """Rows of a table read from front to back are where those read in any order are; some are asked for twice.
+
+    A mapped table begins anywhere in its file, and one program reads more than one block of rows.
+    """
+    codes = bench.normal(900, 64, scale=20).to(torch.float8_e4m3fn)
+    scale = bench.integers(100, 140, 900, 2).to(torch.uint8)
+    rows = bench.integers(0, 900, 350, 6)
     wanted = bench.reference.engram_lookup(rows, codes, scale)
-    for in_table_order in (False, True):
-        same(gather_rows(rows, codes, scale, dtype=wanted.dtype, in_table_order=in_table_order), wanted)
+    for first in (0, 8, 4, 2, 1):
+        moved = torch.cat((scale.new_zeros(first), codes.view(torch.uint8).flatten()))[first:].view(900, 64)
+        table = moved.view(torch.float8_e4m3fn)
+        for in_table_order in (False, True):
+            same(gather_rows(rows, table, scale, dtype=wanted.dtype, in_table_order=in_table_order), wanted)
     same(gather_rows(rows[:0], codes, scale, dtype=wanted.dtype, in_table_order=True), wanted[:0])
 
 

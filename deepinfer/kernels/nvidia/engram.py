@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -11,11 +12,14 @@ from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
 from deepinfer.kernels.nvidia.host_memory import HostMemory, device_readable
-from deepinfer.kernels.nvidia.number_formats import decode_e4m3, decode_e8m0, spread
+from deepinfer.kernels.nvidia.number_formats import decode_e4m3, decode_e8m0
 from deepinfer.kernels.ops import Numerics
 from deepinfer.kernels.reference.engram import EngramLookup as HostLookup
 
 _GATE_BLOCK = 1024
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_DEVICE_BLOCK = 8, 4  # rows of a program, warps
+_HOST_BLOCK, _HOST_PROGRAMS = (128, 16), 16
 
 
 @triton.jit
@@ -48,19 +52,30 @@ def _rows_kernel(
 
 @triton.jit
 def _lookup_kernel(
-    rows_ptr, places_ptr, table_ptr, scale_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr
+    rows_ptr,
+    places_ptr,
+    table_ptr,
+    scale_ptr,
+    out_ptr,
+    num_rows,
+    WIDTH: tl.constexpr,
+    WORD: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Row i goes to place i, with `places_ptr` to the place that it names."""
-    entries = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = entries < num_rows
-    rows = tl.load(rows_ptr + entries, mask=inside, other=0)
-    columns = tl.arange(0, WIDTH)[None, :]
-    codes = tl.load(table_ptr + rows[:, None] * WIDTH + columns, mask=inside[:, None], other=0)
-    groups = tl.arange(0, WIDTH // 32)[None, :]
-    scale = tl.load(scale_ptr + rows[:, None] * (WIDTH // 32) + groups, mask=inside[:, None], other=0).to(tl.int32)
-    values = decode_e4m3(codes) * spread(decode_e8m0(scale), ROWS, WIDTH // 32, 32)
-    places = entries if places_ptr is None else tl.load(places_ptr + entries, mask=inside, other=0)
-    tl.store(out_ptr + places[:, None] * WIDTH + columns, values, mask=inside[:, None])
+    """Row i goes to place i, with `places_ptr` to the place that it names. `table_ptr`: of words of WORD bytes."""
+    words, byte = tl.arange(0, WIDTH // WORD)[None, :], tl.arange(0, WORD)[None, None, :]
+    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        entries = first + tl.arange(0, ROWS).to(tl.int64)
+        inside = entries < num_rows
+        rows = tl.load(rows_ptr + entries, mask=inside, other=0)[:, None]
+        places = entries if places_ptr is None else tl.load(places_ptr + entries, mask=inside, other=0)
+        inside = inside[:, None]
+        word = tl.load(table_ptr + rows * (WIDTH // WORD) + words, mask=inside, other=0)
+        scale = tl.load(scale_ptr + rows * (WIDTH // 32) + words // (32 // WORD), mask=inside, other=0).to(tl.int32)
+        codes = ((word[:, :, None] >> (byte * 8)) & 0xFF).to(tl.uint8)
+        values = decode_e4m3(codes) * decode_e8m0(scale)[:, :, None]
+        columns = words[:, :, None] * WORD + byte
+        tl.store(out_ptr + places[:, None, None] * WIDTH + columns, values, mask=inside[:, :, None])
 
 
 @triton.jit
@@ -135,16 +150,36 @@ def gather_rows(rows: Tensor, table: Tensor, scale: Tensor, *, dtype: torch.dtyp
     """See `ops.EngramLookup`; the device reads `table` and `scale`. `in_table_order`: it reads them from front to back.
 
     For tables in host memory: each row lies on a page of its own, and the device translates addresses of neighbouring
-    pages several times faster than those of pages far from each other.
+    pages several times faster than those of pages far from each other. So few programs read at a time.
     """
     width = table.shape[1]
     out = torch.empty(rows.shape[0], rows.shape[1] * width, dtype=dtype, device=rows.device)
     numbers, places = rows.flatten().sort() if in_table_order else (rows.flatten(), None)
+    block, num_warps = _HOST_BLOCK if in_table_order else _DEVICE_BLOCK
+    num_programs = triton.cdiv(rows.numel(), block)
+    if in_table_order:
+        num_programs = min(num_programs, _HOST_PROGRAMS)
+    words = _words(table)
     if rows.numel():
-        _lookup_kernel[(triton.cdiv(rows.numel(), 8),)](
-            numbers, places, table.view(torch.uint8), scale, out, rows.numel(), WIDTH=width, ROWS=8
+        _lookup_kernel[(num_programs,)](
+            numbers,
+            places,
+            words,
+            scale,
+            out,
+            rows.numel(),
+            WIDTH=width,
+            WORD=words.itemsize,
+            ROWS=block,
+            num_warps=num_warps,
         )
     return out
+
+
+def _words(table: Tensor) -> Tensor:
+    """Return `table` as the largest integers that its address allows: in a mapped file it begins anywhere."""
+    itemsize = math.gcd(table.data_ptr(), _WORDS[0].itemsize)
+    return table.view(next(dtype for dtype in _WORDS if dtype.itemsize == itemsize))
 
 
 @dataclass(slots=True, frozen=True)
