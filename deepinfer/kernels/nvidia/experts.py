@@ -17,6 +17,7 @@ from torch import Tensor
 from deepinfer.kernels.nvidia.abilities import BF16, triton_kernel
 from deepinfer.kernels.nvidia.casts import fp8_values, round_fp8
 from deepinfer.kernels.nvidia.expert_layout import ExpertLayout, lay_out_experts
+from deepinfer.kernels.nvidia.fences import fence_copies
 from deepinfer.kernels.nvidia.fp4_tiles import BLOCK, TILE_ROWS, Fp4Tiles, pack_fp4, widen_words
 from deepinfer.kernels.nvidia.moe import swiglu
 from deepinfer.kernels.ops import Activations, ExpertRows, Numerics
@@ -73,6 +74,7 @@ def _multiply(
         factors = tl.load(factor_ptr + block * _TILE_ROWS)
         first, second, third, fourth = widen_words(words, factors, PLAIN)
         start = block * _BLOCK
+        fence_copies(PLAIN)
         total = tl.dot(first, _load_columns(x_ptr, rows, inside, start, K, WHOLE), total)
         total = tl.dot(second, _load_columns(x_ptr, rows, inside, start + 32, K, WHOLE), total)
         total = tl.dot(third, _load_columns(x_ptr, rows, inside, start + 64, K, WHOLE), total)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import triton_kernel
 from deepinfer.kernels.nvidia.casts import fp8_values
+from deepinfer.kernels.nvidia.fences import fence_copies
 from deepinfer.kernels.nvidia.moe import SwiGLU
 from deepinfer.kernels.nvidia.norm import RMSNorm
 from deepinfer.kernels.ops import CastRows, Numerics
@@ -72,6 +73,7 @@ def _matmul_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     """Group program_id(1): x[:, group * K :][:, :K] times weight[group] transposed -> out[:, group * N :][:, :N].
 
@@ -98,6 +100,7 @@ def _matmul_kernel(
         x = tl.load(x_ptr + rows[:, None] * x_stride + depth[None, :], mask=x_mask, other=0.0)
         place = columns[None, :].to(tl.int64) * K + depth[:, None]
         weight = tl.load(weight_ptr + place, mask=weight_mask, other=0.0)
+        fence_copies(PLAIN)
         total = tl.dot(x.to(weight.dtype), weight, total, input_precision="ieee")
     mask = (rows < num_rows)[:, None] & (columns < N)[None, :]
     out_ptr += part * part_stride + group * N
@@ -163,6 +166,7 @@ def _multiply(x: Tensor, weight: Tensor, tiles: _Tiles, out_dtype: torch.dtype) 
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
         NEIGHBOURS=8,
+        PLAIN=not x.is_cuda,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

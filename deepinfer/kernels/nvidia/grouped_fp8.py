@@ -16,6 +16,7 @@ from torch import Tensor
 from deepinfer.kernels.nvidia.cast_rows import PlacedRows, new_placed
 from deepinfer.kernels.nvidia.casts import GROUP, store_cast
 from deepinfer.kernels.nvidia.expert_layout import ExpertLayout
+from deepinfer.kernels.nvidia.fences import fence_copies
 from deepinfer.kernels.nvidia.fp8_weights import Fp8Weight
 from deepinfer.kernels.nvidia.moe import swiglu_halves
 
@@ -28,7 +29,7 @@ _ROWS, _BLOCK = 4, 512  # of places that a program of SwiGLU casts, columns that
 
 
 @triton.jit
-def _multiply_tile(codes_ptr, scale_ptr, weight_ptr, factor_ptr, stride, K: tl.constexpr):
+def _multiply_tile(codes_ptr, scale_ptr, weight_ptr, factor_ptr, stride, K: tl.constexpr, PLAIN: tl.constexpr):
     """128 rows of x, the scales of a group of which lie `stride` apart, times 128 rows of weights: float32."""
     inner = tl.arange(0, _GROUP)
     x_ptr = codes_ptr + inner[:, None] * K + inner[None, :]
@@ -38,6 +39,7 @@ def _multiply_tile(codes_ptr, scale_ptr, weight_ptr, factor_ptr, stride, K: tl.c
         x = tl.load(x_ptr + group * _GROUP)
         weight = tl.load(w_ptr + group * _GROUP)
         scale = tl.load(scale_ptr + group * stride + inner) * tl.load(factor_ptr + group)
+        fence_copies(PLAIN)
         total += tl.dot(x, weight) * scale[:, None]
     return total
 
@@ -55,6 +57,7 @@ def _grouped_fp8_kernel(
     stride,
     N: tl.constexpr,
     K: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     """Tiles from `first_tile` on, 128 columns at a time; tiles of nobody come last."""
     NUM_COLUMNS: tl.constexpr = N // _GROUP
@@ -73,6 +76,7 @@ def _grouped_fp8_kernel(
             factor_ptr + block * NUM_GROUPS,
             stride,
             K,
+            PLAIN,
         )
         rows = first + tl.arange(0, _GROUP)
         columns = column * _GROUP + tl.arange(0, _GROUP)
@@ -104,6 +108,7 @@ def multiply_tiles(
             x.scales.shape[2],
             N=columns,
             K=depth,
+            PLAIN=not out.is_cuda,
             num_warps=_WARPS,
         )
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.abilities import BF16, triton_kernel
+from deepinfer.kernels.nvidia.fences import fence_copies
 from deepinfer.kernels.ops import MixCoefficients, Numerics
 
 _SPLITS = 32  # fixed, so that the order of summation never depends on the number of rows
@@ -35,6 +36,7 @@ def _product_kernel(
     SPLIT_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     """Partial results [row, split, OUT_BLOCK] over one range of columns: OUT products, then the sum of squares."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -51,10 +53,12 @@ def _product_kernel(
         x = tl.load(streams_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :], mask=mask, other=0.0)
         wanted = inside[:, None] & (halves < 2 * OUT)[None, :]
         place = function_ptr + function_rows[None, :] * COLUMNS + columns[:, None]
+        part = tl.load(place, mask=wanted, other=0.0)
+        fence_copies(PLAIN)
         # The product must end before x of a later step is copied where it reads. Triton 3.6 does not see to that: a
         # block that is read by something else than products, too, gets one place too few. A difference waits for the
         # product; a sum would become part of it.
-        negative -= tl.dot(x, tl.load(place, mask=wanted, other=0.0))
+        negative -= tl.dot(x, part)
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
     high, low = tl.split(tl.reshape(negative, (ROWS, OUT_BLOCK, 2)))
@@ -185,6 +189,7 @@ class MixCoefficientsOf:
             SPLIT_COLUMNS=split_columns,
             ROWS=_BLOCK_ROWS,
             BLOCK=_BLOCK_COLUMNS,
+            PLAIN=not streams.is_cuda,
             num_stages=4,
         )
         _coefficients_kernel[(triton.cdiv(num_rows, _COEFFICIENT_ROWS),)](

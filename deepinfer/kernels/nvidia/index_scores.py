@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.nvidia.cache import LocateEntries
+from deepinfer.kernels.nvidia.fences import fence_copies
 from deepinfer.kernels.nvidia.index_codes import Query, load_query
 from deepinfer.kernels.nvidia.select import block_maxima
 from deepinfer.kernels.ops import CandidateRule, PagedRows
@@ -61,12 +62,18 @@ def _scores(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     PLAIN: tl.constexpr,
+    COPIED: tl.constexpr,
 ):
-    """Scores [KEYS, ROWS] as float32, rounded to bf16: dots, weighted dots and their sum are each rounded."""
+    """Scores [KEYS, ROWS] as float32, rounded to bf16: dots, weighted dots and their sum are each rounded.
+
+    COPIED: the keys are copied ahead into shared memory.
+    """
     KEYS: tl.constexpr = offsets.shape[0]
     PAIRS: tl.constexpr = pairs.shape[0]
     keys = tl.load(pool_ptr + offsets[:, None] + tl.arange(0, WIDTH)[None, :])
     power = tl.load(words_ptr + offsets // 4 + WIDTH // 4)  # a byte of 1 .. 254, then zeros
+    if COPIED:
+        fence_copies(PLAIN)
     low, high = tl.split(tl.reshape(tl.dot(keys, query), (KEYS, PAIRS, 2)))
     low, high = _weigh(low, high, pairs[None, :], PLAIN)
     total = tl.sum(tl.reshape(low + high, (KEYS, ROWS, PAIRS // ROWS)), 2)
@@ -137,7 +144,7 @@ def _scan_kernel(
                         block * (PER_BLOCK * NUM_BYTES) + known % PER_BLOCK * NUM_BYTES, NUM_BYTES & -NUM_BYTES
                     )
                 scores = _scores(
-                    pool_ptr + first_byte, words_ptr + first_byte // 4, offsets, query, pairs, ROWS, WIDTH, PLAIN
+                    pool_ptr + first_byte, words_ptr + first_byte // 4, offsets, query, pairs, ROWS, WIDTH, PLAIN, True
                 )
                 place = score_ptr + rows[None, :] * score_stride + entries[:, None]
                 tl.store(place, scores, mask=(own > 0)[None, :])
@@ -189,7 +196,7 @@ def _kept_kernel(
         following = tl.load(group_ptr + (places + KEYS) // SIZE, mask=places + KEYS < NUM, other=-1).to(tl.int64)
         offsets = tl.maximum(group, 0) * (SIZE * NUM_BYTES) + inner * NUM_BYTES
         offsets = tl.multiple_of(offsets, NUM_BYTES & -NUM_BYTES)
-        score = tl.reshape(_scores(pool_ptr, words_ptr, offsets, query, pairs, 1, WIDTH, PLAIN), (KEYS,))
+        score = tl.reshape(_scores(pool_ptr, words_ptr, offsets, query, pairs, 1, WIDTH, PLAIN, False), (KEYS,))
         seen = (group >= 0) & ((group != newest) | (inner < visible))
         score = tl.where(seen, score, float("-inf"))
         tl.store(score_ptr + row * NUM + places, score, mask=places < NUM)
