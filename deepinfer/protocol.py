@@ -134,10 +134,24 @@ class KVGroupExtent(_Struct, frozen=True, kw_only=True):
     nbytes: int
 
 
-class KVHandle(_Struct, frozen=True, kw_only=True):
-    """What a hand-over buffer holds; the buffer itself travels beside the message as an object reference.
+class KVPlace(_Struct, frozen=True, kw_only=True):
+    """Where a hand-over lies in memory of its prefill rank, which ranks of the same host open with `memory`.
 
-    `num_tokens` tokens have their KV in the buffer. `checksum` is the CRC-32 of the whole buffer.
+    It begins at byte `offset`, and stays until the driver gives `ticket` back (`PrefillBatch.released`). `sums` are
+    those of `kv_transfer.piece_sums`.
+    """
+
+    memory: bytes
+    offset: int
+    ticket: int
+    sums: tuple[int, int]
+
+
+class KVHandle(_Struct, frozen=True, kw_only=True):
+    """What a hand-over buffer holds. Without `place` the buffer travels beside the message, as an object reference.
+
+    `num_tokens` tokens have their KV in the buffer. `checksum` is the CRC-32 of the whole buffer; with `place` it is 0,
+    and its sums are there instead.
     """
 
     request_id: str
@@ -147,6 +161,7 @@ class KVHandle(_Struct, frozen=True, kw_only=True):
     groups: tuple[KVGroupExtent, ...]
     nbytes: int
     checksum: int
+    place: KVPlace | None = None
 
 
 class RequestFailure(_Struct, frozen=True, kw_only=True):
@@ -174,7 +189,8 @@ class RankLoad(_Struct, frozen=True, kw_only=True):
 class PrefillBatch(_Struct, frozen=True, kw_only=True, tag="prefill_batch"):
     """Driver to a prefill rank. Without requests it only wakes the rank (`wake_id`, see `distributed/step_sync`).
 
-    `drops_all`: everything that came before is given up, without a result.
+    `drops_all`: everything that came before is given up, without a result. `released`: tickets of hand-overs in this
+    rank's memory that nobody reads any more. `device_handover`: from now on hand-overs may lie there.
     """
 
     batch_id: int
@@ -182,6 +198,8 @@ class PrefillBatch(_Struct, frozen=True, kw_only=True, tag="prefill_batch"):
     requests: tuple[Request, ...] = ()
     aborted_indexes: bytes = b""  # int32
     drops_all: bool = False
+    released: bytes = b""  # int32
+    device_handover: bool = False
 
 
 class PrefilledRequest(_Struct, frozen=True, kw_only=True):
@@ -201,7 +219,10 @@ class PrefilledRequest(_Struct, frozen=True, kw_only=True):
 
 
 class PrefillResult(_Struct, frozen=True, kw_only=True, tag="prefill_result"):
-    """Prefill rank to driver. Object references of the KV buffers stand beside it, in the order of `items` with kv."""
+    """Prefill rank to driver. Object references of KV buffers stand beside it, in the order of their `items`.
+
+    These are the items with a kv that has no place.
+    """
 
     rank: int
     items: tuple[PrefilledRequest, ...] = ()
@@ -222,9 +243,10 @@ class AdmittedRequest(_Struct, frozen=True, kw_only=True):
 
 
 class DecodeBatch(_Struct, frozen=True, kw_only=True, tag="decode_batch"):
-    """Driver to a decode rank. KV buffers travel beside it in the order of `admitted`. Empty: only a wake.
+    """Driver to a decode rank. KV buffers travel beside it, in the order of those `admitted` whose kv has no place.
 
-    `drops_all`: everything that came before is given up, without a result.
+    Empty: only a wake. `drops_all`: everything that came before is given up, without a result. `closes_memory`: the
+    prefill ranks have died, so nothing in their memory is of use any more.
     """
 
     batch_id: int
@@ -232,6 +254,7 @@ class DecodeBatch(_Struct, frozen=True, kw_only=True, tag="decode_batch"):
     admitted: tuple[AdmittedRequest, ...] = ()
     aborted_indexes: bytes = b""  # int32
     drops_all: bool = False
+    closes_memory: bool = False
 
 
 class DecodeResult(_Struct, frozen=True, kw_only=True, tag="decode_result"):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from deepinfer.models.model_spec import KVPart
 from deepinfer.platforms.platform import Piece
+from deepinfer.runtime.kv_transfer import HeldKV
 from deepinfer.runtime.pending_output import PendingOutput
+from deepinfer.runtime.piece_arena import Piece as ArenaPiece
 from deepinfer.scheduler.step_plan import StepPlan
 from deepinfer.scheduler.step_results import Prefilled
 
@@ -29,10 +33,11 @@ class StepInFlight:
 
 @dataclass(slots=True)
 class ImportInFlight:
-    """KV on its way into the caches."""
+    """KV on its way into the caches; `kept` holds on to what the device reads."""
 
     piece: Piece[None]
     num_bytes: int
+    kept: HeldKV
 
     def is_ready(self) -> bool:
         """True when it can be read without a wait."""
@@ -41,10 +46,14 @@ class ImportInFlight:
 
 @dataclass(slots=True)
 class ExportInFlight:
-    """KV on its way out of the caches; `prefilled` is published with it."""
+    """KV on its way out of the caches; `prefilled` is published with it.
+
+    With `place` it goes there, and its sums come to the host.
+    """
 
     prefilled: Prefilled
-    piece: Piece[tuple[KVPart, ...]]
+    piece: Piece[tuple[tuple[KVPart, ...], Tensor | None]]
+    place: ArenaPiece | None = None
 
     def is_ready(self) -> bool:
         """True when it can be read without a wait."""

@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from deepinfer.protocol import DecodeBatch, PrefillBatch, RequestFailure
-from deepinfer.runtime.kv_transfer import Buffer
+from deepinfer.runtime.kv_transfer import HeldKV
 
 
 @dataclass(slots=True, frozen=True)
@@ -14,7 +14,7 @@ class Posted:
     """A message; `buffers` belong to the admitted requests of a decode batch, None for each in `failures`."""
 
     message: PrefillBatch | DecodeBatch
-    buffers: tuple[Buffer | None, ...] = ()
+    buffers: tuple[HeldKV | None, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
 
 

@@ -33,8 +33,8 @@ class PrefillOutbox:
         self._buffers: list[Buffer] = []
         self._failures: list[RequestFailure] = []
 
-    def add(self, prefilled: Prefilled, exported: tuple[KVHandle, Buffer] | None) -> None:
-        """Leave a finished prompt; `exported` is None when nothing is handed over."""
+    def add(self, prefilled: Prefilled, handle: KVHandle | None = None, buffer: Buffer | None = None) -> None:
+        """Leave a finished prompt; no `handle`: nothing is handed over; no `buffer`: it lies at the handle's place."""
         request = prefilled.request
         item = PrefilledRequest(
             request_id=request.request_id,
@@ -43,12 +43,12 @@ class PrefillOutbox:
             finish_codes=pack_codes(prefilled.finish_codes),
             first_logprobs=prefilled.first_logprobs,
             prompt_logprobs=prefilled.prompt_logprobs,
-            kv=None if exported is None else exported[0],
+            kv=handle,
         )
         with self._lock:
             self._items.append(item)
-            if exported is not None:
-                self._buffers.append(exported[1])
+            if buffer is not None:
+                self._buffers.append(buffer)
 
     def add_failures(self, failures: Iterable[RequestFailure]) -> None:
         """Leave requests that failed."""
@@ -56,7 +56,7 @@ class PrefillOutbox:
             self._failures.extend(failures)
 
     def take(self, load: RankLoad) -> tuple[PrefillResult | None, list[Buffer]]:
-        """Return everything since the last call, None if nothing is new, and the KV buffers of the items with kv."""
+        """Return everything since the last call, None if nothing is new, and the buffers of items whose kv has one."""
         with self._lock:
             items, self._items = self._items, []
             buffers, self._buffers = self._buffers, []

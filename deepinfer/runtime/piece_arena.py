@@ -17,8 +17,8 @@ ALIGNMENT: Final = 256  # of where pieces begin and how long they are, in bytes
 
 
 def padded(num_bytes: int) -> int:
-    """Return how long a piece for `num_bytes` is."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    """Return how long a piece for `num_bytes` is; one for nothing has a length too."""
+    return max(1, -(-num_bytes // ALIGNMENT)) * ALIGNMENT
 
 
 class PieceAllocator:
@@ -37,8 +37,8 @@ class PieceAllocator:
         return sum(length for _, length in self._free)
 
     def take(self, num_bytes: int) -> int | None:
-        """Return where a piece of `padded(num_bytes)`, at least 1, begins; None: nowhere is so much free at once."""
-        wanted = padded(max(1, num_bytes))
+        """Return where a piece of `padded(num_bytes)` begins; None: nowhere is so much free at once."""
+        wanted = padded(num_bytes)
         for place, (offset, length) in enumerate(self._free):
             if length >= wanted:
                 self._free[place : place + 1] = [(offset + wanted, length - wanted)] if length > wanted else []
@@ -113,7 +113,7 @@ class PieceArena:
             return None
         self._next_ticket += 1
         self._offsets[self._next_ticket] = offset
-        return Piece(self._next_ticket, offset, self._memory.data[offset : offset + padded(max(1, num_bytes))])
+        return Piece(self._next_ticket, offset, self._memory.data[offset : offset + padded(num_bytes)])
 
     def release(self, tickets: Iterable[int]) -> None:
         """Take pieces back; tickets that stand for nothing, or nothing any more, are left alone."""

@@ -17,11 +17,11 @@ from deepinfer.distributed.step_sync import StepProposal, StepSync
 from deepinfer.errors import RankError, RequestError
 from deepinfer.kv_cache.kv_groups import KVGroup
 from deepinfer.log import about, get_logger
-from deepinfer.models.model_spec import KVPart
 from deepinfer.platforms.platform import Piece, Stream
 from deepinfer.protocol import (
     DecodeBatch,
     DecodeResult,
+    KVHandle,
     PrefillBatch,
     PrefillResult,
     RankLoad,
@@ -34,15 +34,18 @@ from deepinfer.runtime.grammar_gate import GrammarGate
 from deepinfer.runtime.idle_meter import IdleMeter
 from deepinfer.runtime.in_flight import ExportInFlight, ImportInFlight, InFlight, StepInFlight
 from deepinfer.runtime.inbox import Inbox, Posted
-from deepinfer.runtime.kv_transfer import Buffer, check_handover, pack_parts, split_parts
+from deepinfer.runtime.kv_export import KVExport
+from deepinfer.runtime.kv_intake import KVIntake
+from deepinfer.runtime.kv_transfer import Buffer, HeldKV, check_handover, split_parts
 from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.outbox import DecodeOutbox, PrefillOutbox
+from deepinfer.runtime.piece_arena import PieceArena
 from deepinfer.runtime.rank_metrics import RankMetrics
 from deepinfer.runtime.slot_masks import SlotMasks
 from deepinfer.runtime.step_profiler import StepProfiler
 from deepinfer.scheduler.request_state import failed_handover
 from deepinfer.scheduler.step_plan import StepOutput, StepPlan
-from deepinfer.scheduler.step_results import KVImport, Prefilled, StepResults
+from deepinfer.scheduler.step_results import KVImport, StepResults
 from deepinfer.scheduler.step_scheduler import StepScheduler
 from deepinfer.speculative.verify_planner import VerifyPlanner
 from deepinfer.structured_outputs.compiler import GrammarCompiler
@@ -73,6 +76,8 @@ class EngineParts:
     observe_step: StepObserver | None = None
     planner: VerifyPlanner | None = None
     check_exchange: Callable[[], None] | None = None  # raises what went wrong between ranks on the device
+    arena: PieceArena | None = None  # prefill: memory from which decode ranks of this host may fetch hand-overs
+    intake: KVIntake | None = None  # decode: what fetches them
 
 
 class RankEngine:
@@ -96,6 +101,9 @@ class RankEngine:
         self._prefill_outbox = PrefillOutbox(parts.rank)
         self._decode_outbox = DecodeOutbox(parts.rank)
         self._outbox = self._prefill_outbox if parts.role == "prefill" else self._decode_outbox
+        self._export = KVExport(
+            parts.runner, parts.stream, parts.arena, rank=parts.rank, layout_digest=parts.ready.layout_digest
+        )
         self._gate = GrammarGate(parts.compiler, parts.scheduler)
         self._masks = SlotMasks(parts.runner.max_drafts)
         self._profiler = StepProfiler(parts.stream)
@@ -111,26 +119,38 @@ class RankEngine:
     # ---- any thread
 
     def post(self, message: PrefillBatch | DecodeBatch, buffers: Sequence[Buffer] = ()) -> None:
-        """Put a message into the inbox; `buffers` belong to the admitted requests of a decode batch, in order.
+        """Put a message into the inbox; `buffers` as for a decode batch. One thread at a time.
 
-        Buffers are checked here, on the caller's thread; one that is wrong fails its request and nothing else.
+        Hand-overs are checked, and fetched if they lie in a prefill rank's memory, here, on the caller's thread; one
+        that is wrong fails its request and nothing else. Nothing reads that memory any more when this has returned.
         """
         if isinstance(message, PrefillBatch):
             self._inbox.put(Posted(message))
             return
-        kept: list[Buffer | None] = []
+        if self._parts.intake is not None and (message.closes_memory or message.drops_all):
+            self._parts.intake.forget()
+        in_order = iter(buffers)
+        kept: list[HeldKV | None] = []
         failures: list[RequestFailure] = []
-        for admitted, buffer in zip(message.admitted, buffers, strict=True):
+        for admitted in message.admitted:
+            buffer = next(in_order) if admitted.kv.place is None else None
             try:
-                check_handover(admitted.kv, buffer, layout_digest=self.ready.layout_digest)
-                kept.append(buffer)
+                kept.append(self._take_handover(admitted.kv, buffer))
             except RequestError as error:
                 kept.append(None)
                 failures.extend(failed_handover(admitted, kind=error.code, text=str(error)))
         self._inbox.put(Posted(message, tuple(kept), tuple(failures)))
 
+    def _take_handover(self, handle: KVHandle, buffer: Buffer | None) -> HeldKV:
+        """Return the checked hand-over; raises RequestError."""
+        if buffer is not None:
+            check_handover(handle, buffer, layout_digest=self.ready.layout_digest)
+            return buffer
+        assert self._parts.intake is not None, "a rank without an intake was sent a place"
+        return self._parts.intake.fetch(handle, layout_digest=self.ready.layout_digest)
+
     def take_results(self) -> tuple[PrefillResult | DecodeResult | None, list[Buffer]]:
-        """Return what is new since the last call (None if nothing), and KV buffers in the order of items with kv."""
+        """Return what is new since the last call (None if nothing), and KV buffers in the order of their items."""
         return self._outbox.take(self._load)
 
     def stop(self) -> None:
@@ -149,6 +169,7 @@ class RankEngine:
             "step_seconds": load.step_seconds,
             "parked": self._parked,
             "wake_id": self._wake_id,
+            "handovers": {"device": self._export.num_on_device, "host": self._export.num_through_host},
         }
 
     def profile(self, num_steps: int, wait_seconds: float, *, with_host: bool = True) -> StepProfile | None:
@@ -169,6 +190,8 @@ class RankEngine:
             raise RankError(f"step {self._step_id} broke: {cause}", role=role, rank=rank) from error
         finally:
             self._stream.close()
+            if self._parts.intake is not None:
+                self._parts.intake.close()
 
     def _turn(self) -> bool:
         """Go once around the loop; False when the group has agreed to stop."""
@@ -214,6 +237,7 @@ class RankEngine:
             if message.drops_all:
                 self._gate.abort_all()
             if isinstance(message, PrefillBatch):
+                self._export.follow(message)
                 for request in message.requests:
                     self._gate.add(request)
             else:
@@ -238,8 +262,8 @@ class RankEngine:
                 slot=entry.slot, block_ids=entry.block_ids, num_tokens=entry.num_tokens, parts=parts
             )
 
-        buffer: Buffer = entry.buffer  # type: ignore[assignment]
-        self._in_flight.append(ImportInFlight(self._stream.submit(scatter), entry.handle.nbytes))
+        buffer: HeldKV = entry.buffer  # type: ignore[assignment]
+        self._in_flight.append(ImportInFlight(self._stream.submit(scatter), entry.handle.nbytes, buffer))
 
     def _launch(self, plan: StepPlan) -> None:
         self._masks.admit(plan)
@@ -321,9 +345,9 @@ class RankEngine:
     def _publish(self, results: StepResults) -> None:
         for prefilled in results.prefilled:
             if prefilled.needs_export:
-                self._submit_export(prefilled)
+                self._in_flight.append(self._export.submit(prefilled))
             else:
-                self._prefill_outbox.add(prefilled, None)
+                self._prefill_outbox.add(prefilled)
         self._decode_outbox.add(results.decoded)
         self._add_failures(results.failures)
         for request_id in results.without_rules:
@@ -338,25 +362,10 @@ class RankEngine:
             self._logger.warning("%s: %s", failure.kind, failure.text, extra=fields)
         self._outbox.add_failures(failures)
 
-    def _submit_export(self, prefilled: Prefilled) -> None:
-        def gather() -> tuple[KVPart, ...]:
-            return self._parts.runner.export_kv(
-                slot=prefilled.slot, block_ids=prefilled.block_ids, num_tokens=prefilled.num_tokens
-            )
-
-        self._in_flight.append(ExportInFlight(prefilled, self._stream.submit(gather)))
-
     def _finish_export(self, entry: ExportInFlight) -> None:
-        request = entry.prefilled.request
-        handle, buffer = pack_parts(
-            entry.piece.result(),
-            request_id=request.request_id,
-            source_rank=self._parts.rank,
-            num_tokens=entry.prefilled.num_tokens,
-            layout_digest=self.ready.layout_digest,
-        )
-        self._scheduler.exported(request.index)
-        self._prefill_outbox.add(entry.prefilled, (handle, buffer))
+        handle, buffer = self._export.finish(entry)
+        self._scheduler.exported(entry.prefilled.request.index)
+        self._prefill_outbox.add(entry.prefilled, handle, buffer)
         self._count_transfer(entry.piece, handle.nbytes)
         self._announce()
 

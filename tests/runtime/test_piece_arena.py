@@ -28,7 +28,7 @@ def test_pieces_never_overlap_and_first_fit_finds_any_room(steps: list[int]) -> 
                 allocator.give(first * ALIGNMENT)
                 units[first : first + count] = [False] * count
         else:
-            count = padded(max(1, step)) // ALIGNMENT
+            count = padded(step) // ALIGNMENT
             fits = (first for first in range(len(units) - count + 1) if not any(units[first : first + count]))
             expected = next(fits, None)
             offset = allocator.take(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,7 +37,9 @@ from deepinfer.protocol import (
     SamplingParams,
 )
 from deepinfer.runtime.build_drafts import MakeDrafter
+from deepinfer.runtime.kv_intake import KVIntake
 from deepinfer.runtime.model_runner import ModelRunner
+from deepinfer.runtime.piece_arena import PieceArena
 from deepinfer.runtime.rank_engine import EngineParts, RankEngine, StepObserver
 from deepinfer.runtime.rank_metrics import RankMetrics
 from deepinfer.runtime.slot_table import SlotTable
@@ -82,11 +84,12 @@ def build_fake_rank(
     make_drafter: MakeDrafter | None = None,
     costs: CostTable | None = None,
     capture: Capture | None = None,
+    handover_bytes: int = 0,
 ) -> FakeRank:
     """One rank with the fake model; with `groups` it is one of several. `events` and `observers` see its steps.
 
-    With `make_drafter` a decode rank verifies drafts, with `costs` as many as pay. With `capture` its steps are padded
-    to tiers and recorded.
+    `handover_bytes`: its memory for hand-overs that other ranks can open. With `make_drafter` a decode rank verifies
+    drafts, with `costs` as many as pay. With `capture` its steps are padded to tiers and recorded.
     """
     model = model or FakeModel()
     rank = groups.sync.rank if groups else 0
@@ -123,6 +126,8 @@ def build_fake_rank(
         max_rows_per_slot=1 + max_drafts,
     )
     recorder, events = MemoryRecorder(), []
+    platform = load_platform("cpu")
+    arena = PieceArena(platform.share_memory(handover_bytes)) if handover_bytes else None
     observers: list[StepObserver] = [lambda event, step_id: events.append((event, step_id))]
     engine = RankEngine(
         EngineParts(
@@ -130,7 +135,7 @@ def build_fake_rank(
             rank=rank,
             scheduler=scheduler,
             runner=runner,
-            stream=stream or load_platform("cpu").open_stream(f"{role}-{rank}"),
+            stream=stream or platform.open_stream(f"{role}-{rank}"),
             sync=GroupStepSync(groups.sync) if groups else LocalStepSync(),
             metrics=RankMetrics(recorder, role=role, num_blocks={"global": num_blocks - 1}),
             compiler=fake_compiler(VOCAB_SIZE),
@@ -141,6 +146,8 @@ def build_fake_rank(
             planner=VerifyPlanner(costs, max_drafts) if costs else None,
             asynchronous=asynchronous,
             observe_step=lambda event, step_id: [observe(event, step_id) for observe in observers],
+            arena=arena if role == "prefill" else None,
+            intake=KVIntake(platform, f"{role}-{rank}-intake", arena) if role == "decode" else None,
         )
     )
     return FakeRank(engine, model, scheduler, recorder, events, observers)
@@ -239,19 +246,25 @@ class Answer:
 
 
 def run_prefill(
-    running: RunningEngine, requests: Iterable[Request], *, wake_id: int
+    running: RunningEngine, requests: Iterable[Request], *, wake_id: int, device_handover: bool = False
 ) -> tuple[dict[int, tuple[PrefilledRequest, np.ndarray | None]], dict[int, RequestFailure]]:
     """Prefill all requests on one rank; returns by index what came back, and failures."""
     requests = list(requests)
-    running.engine.post(PrefillBatch(batch_id=wake_id, wake_id=wake_id, requests=tuple(requests)))
+    running.engine.post(
+        PrefillBatch(batch_id=wake_id, wake_id=wake_id, requests=tuple(requests), device_handover=device_handover)
+    )
     done: dict[int, tuple[PrefilledRequest, np.ndarray | None]] = {}
     failures: dict[int, RequestFailure] = {}
     while len(done) + len(failures) < len(requests):
         result, buffers = running.next_results()
         left = iter(buffers)
-        done.update({item.index: (item, next(left) if item.kv else None) for item in result.items})
+        done.update({item.index: (item, _buffer_of(item, left)) for item in result.items})
         failures.update({failure.index: failure for failure in result.failures})
     return done, failures
+
+
+def _buffer_of(item: PrefilledRequest, buffers: Iterator[np.ndarray]) -> np.ndarray | None:
+    return next(buffers) if item.kv is not None and item.kv.place is None else None
 
 
 def admission(request: Request, item: PrefilledRequest) -> AdmittedRequest:
@@ -267,7 +280,7 @@ def admission(request: Request, item: PrefilledRequest) -> AdmittedRequest:
 
 def run_decode(
     running: RunningEngine,
-    admitted: Sequence[tuple[AdmittedRequest, np.ndarray]],
+    admitted: Sequence[tuple[AdmittedRequest, np.ndarray | None]],
     answers: dict[int, Answer],
     *,
     wake_id: int,
@@ -275,7 +288,7 @@ def run_decode(
     """Decode on one rank until every sequence has ended or was preempted; returns the preempted ones."""
     running.engine.post(
         DecodeBatch(batch_id=wake_id, wake_id=wake_id, admitted=tuple(entry for entry, _ in admitted)),
-        [buffer for _, buffer in admitted],
+        [buffer for _, buffer in admitted if buffer is not None],
     )
     left = {entry.request.index + offset for entry, _ in admitted for offset in unpack(entry.sample_offsets).tolist()}
     preempted = []
@@ -323,7 +336,9 @@ def replay(request: Request, sample: int, answer: Answer) -> Request:
     )
 
 
-def answer_all(prefill: RankEngine, decode: RankEngine, requests: Sequence[Request]) -> dict[int, Answer]:
+def answer_all(
+    prefill: RankEngine, decode: RankEngine, requests: Sequence[Request], *, device_handover: bool = False
+) -> dict[int, Answer]:
     """Answer requests on one prefill and one decode rank, replaying what is preempted."""
     origins = {r.index + sample: (r, sample) for r in requests for sample in range(r.num_samples)}
     answers = {index: Answer() for index in origins}
@@ -331,7 +346,7 @@ def answer_all(prefill: RankEngine, decode: RankEngine, requests: Sequence[Reque
         batch, wake_id = list(requests), 0
         while batch:
             wake_id += 1
-            done, failures = run_prefill(prefilling, batch, wake_id=wake_id)
+            done, failures = run_prefill(prefilling, batch, wake_id=wake_id, device_handover=device_handover)
             for index, failure in failures.items():
                 answers[index].failure = failure
             admitted = []
@@ -340,7 +355,7 @@ def answer_all(prefill: RankEngine, decode: RankEngine, requests: Sequence[Reque
                     continue
                 item, buffer = done[request.index]
                 _take_first_tokens(item, answers)
-                if buffer is not None:
+                if item.kv is not None:
                     admitted.append((admission(request, item), buffer))
             preempted = run_decode(decoding, admitted, answers, wake_id=wake_id) if admitted else []
             batch = [replay(*origins[index], answers[index]) for index in preempted]
