@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
-from support.draft_case import DraftRunner, draft_model
-from support.golden_case import golden_model
+from support.draft_case import DraftRunner, draft_model, load_draft_model
+from support.golden_case import golden_model, load_model, mode_kernels
 from support.step_runner import Chunk, StepRunner
 from torch import Tensor
 
+from deepinfer.kernels.ops import Activations, AdvanceStreams
 from deepinfer.models.deepseek_v41.caches import DRAFT_GROUP
 from deepinfer.models.deepseek_v41.dspark_rings import FeatureTap
 from deepinfer.models.model_spec import DraftBlock, KVPart
@@ -204,3 +208,23 @@ def test_drafting_does_not_change_the_model(runner: DraftRunner) -> None:
     runner.block((1, 4))
     (logits,) = StepRunner(golden_model(W16, "ref"), max_tokens=128).run(Chunk(1, 0, tokens))
     assert torch.equal(with_rings, logits)
+
+
+class _OtherRounding:
+    """A fused kernel that does not have the bits of the kernels whose place it takes, as those of GPUs."""
+
+    def __init__(self, inner: AdvanceStreams) -> None:
+        self._inner = inner
+
+    def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Activations]:
+        streams, hidden = self._inner(*args, **options)
+        return streams * (1 + 2**-6), hidden
+
+
+def test_the_same_kernels_run_with_and_without_drafts() -> None:
+    kernels = mode_kernels("ref")
+    kernels = dataclasses.replace(kernels, advance_streams=_OtherRounding(kernels.advance_streams))
+    tokens = make_tokens(1, 40)
+    models = load_draft_model(W16, kernels), load_model(W16, kernels)
+    (drafting,), (plain,) = (StepRunner(model, max_tokens=128).run(Chunk(1, 0, tokens)) for model in models)
+    assert torch.equal(drafting, plain)

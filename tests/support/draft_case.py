@@ -12,6 +12,7 @@ from support.step_runner import Chunk, StepRunner
 from torch import Tensor
 
 from deepinfer.distributed.local_dispatcher import LocalDispatcher
+from deepinfer.kernels.registry import KernelSet
 from deepinfer.models.deepseek_v41.config_file import read_config
 from deepinfer.models.deepseek_v41.model import DeepseekV41
 from deepinfer.models.deepseek_v41.tensor_table import DraftShare
@@ -23,6 +24,11 @@ from deepinfer.models.model_spec import DraftBlock, DraftInputs, DraftNetwork
 @functools.lru_cache(maxsize=2)
 def draft_model(variant: Path, mode: str) -> DeepseekV41:
     """Return a variant's model with its draft stages, in the numerics of a mode."""
+    return load_draft_model(variant, mode_kernels(mode))
+
+
+def load_draft_model(variant: Path, kernels: KernelSet) -> DeepseekV41:
+    """Load a variant's checkpoint with its draft stages on the CPU."""
     config = read_config(variant)
     weights = load_weights(
         variant,
@@ -32,7 +38,7 @@ def draft_model(variant: Path, mode: str) -> DeepseekV41:
         draft=DraftShare(tuple(range(config.dspark_n_routed_experts))),
     )
     token_map = torch.from_numpy(read_token_map(variant, config)).long()
-    return DeepseekV41(config, weights, token_map, mode_kernels(mode))
+    return DeepseekV41(config, weights, token_map, kernels)
 
 
 @dataclass

@@ -158,8 +158,10 @@ class DeepseekV41:
         published = Published()
         tap = None if self.draft_rings is None else self.draft_rings.tap()
         for number, layer in enumerate(self.layers):
-            if tap is not None and number in tap.layers:
+            if number in self.config.dspark_target_layer_ids:
+                # with drafts or without: another kernel would do the same in another order, and round otherwise
                 residual = residual.settled(self.kernels)
+            if tap is not None:
                 tap(number, residual.streams)
             here = cut if number == self.config.first_decoder_layer else None
             residual = layer(residual, history, rows, inputs, published, memories.get(number), here)
