@@ -5,7 +5,8 @@ decode rank and while the hand-overs in flight are below their bound, so prefill
 
 Wake rule: the ranks of a group step together, and park together when nobody has work and all have seen the same
 `wake_id`. So every admission carries a new `wake_id` and goes to all ranks of its group, to most as an empty batch: a
-rank that has seen it keeps the group awake until the rank with the work has too. Aborts alone need no wake.
+rank that has seen it keeps the group awake until the rank with the work has too. Aborts alone need no wake, nor do
+pieces of memory that a prefill rank gets back.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from deepinfer.codec import pack, unpack, unpack_codes
 from deepinfer.config import SchedulerConfig
 from deepinfer.errors import RequestError
 from deepinfer.kv_cache.kv_groups import KVGroup
+from deepinfer.log import get_logger
 from deepinfer.protocol import (
     AdmittedRequest,
     DecodeBatch,
@@ -36,19 +38,30 @@ from deepinfer.protocol import (
 )
 from deepinfer.scheduler.load_balancer import DecodeCapacity, LoadBalancer
 from deepinfer.scheduler.logprob_columns import slice_logprobs
+from deepinfer.scheduler.piece_book import RankPiece
 from deepinfer.scheduler.request_book import RequestBook, SchedulerCounts
 from deepinfer.scheduler.request_state import Job, Phase, SampleState, Trip
 from deepinfer.scheduler.sampling_params import resolve_seed
 
+_LOGGER = get_logger("driver")
+_UNREACHABLE = (
+    "hand-overs go through the host's object store from now on, since a decode rank can't read a prefill rank's memory "
+    "(%s): that takes about half a second for a prompt of 131,072 tokens, where it would be milliseconds"
+)
+
 
 @dataclass(slots=True, frozen=True)
 class OutgoingBatch:
-    """A batch to send. `buffers`: for a `DecodeBatch`, what `on_prefill_result` was given for each admitted request."""
+    """A batch to send. `buffers`: for a `DecodeBatch`, what `on_prefill_result` was given for its admitted requests.
+
+    `pieces`: where the other admitted requests have their KV; `on_batch_over` gives them back.
+    """
 
     role: Role
     rank: int
     batch: PrefillBatch | DecodeBatch
     buffers: tuple[object, ...] = ()
+    pieces: tuple[RankPiece, ...] = ()
 
 
 class BatchScheduler:
@@ -85,6 +98,15 @@ class BatchScheduler:
         self._wake_ids: dict[Role, int] = {"prefill": first_wake_id, "decode": first_wake_id}
         self._next_batch_id = 0
         self._is_draining = False
+        self._device_handover = False
+        self._has_shared = False  # so decode ranks may have mapped memory of prefill ranks
+        self._is_unreachable = False
+        self._closes_memory = False
+
+    def allow_device_handover(self, is_allowed: bool) -> None:
+        """Say whether decode ranks may be able to read prefill ranks' memory; once one could not, it stays off."""
+        self._device_handover = is_allowed and not self._is_unreachable
+        self._has_shared = self._has_shared or self._device_handover
 
     # Jobs
 
@@ -167,6 +189,8 @@ class BatchScheduler:
                     wake_id=self._wake_ids["prefill"],
                     requests=tuple(trip.request for trip in started.get(rank, ())),
                     aborted_indexes=pack(self._book.aborts["prefill"].pop(rank, ())),
+                    released=pack(self._book.pieces.take(rank)),
+                    device_handover=self._device_handover,
                 )
                 batches.append(OutgoingBatch("prefill", rank, prefill_batch))
         if not self._is_lost["decode"]:
@@ -178,18 +202,24 @@ class BatchScheduler:
                     wake_id=self._wake_ids["decode"],
                     admitted=tuple(trip.admitted for trip in trips if trip.admitted is not None),
                     aborted_indexes=pack(self._book.aborts["decode"].pop(rank, ())),
+                    closes_memory=self._closes_memory,
                 )
-                buffers = tuple(trip.buffer for trip in trips)
-                batches.append(OutgoingBatch("decode", rank, decode_batch, buffers))
+                buffers = tuple(trip.buffer for trip in trips if trip.piece is None)
+                pieces = tuple(trip.piece for trip in trips if trip.piece is not None)
+                batches.append(OutgoingBatch("decode", rank, decode_batch, buffers, pieces))
                 for trip in trips:
-                    trip.admitted = trip.buffer = None
+                    trip.admitted = trip.buffer = trip.piece = None
+            self._closes_memory = False
         return batches
 
     def _ranks_to_call(self, role: Role, ranks: list[int], work: Mapping[int, list[Trip]]) -> list[int]:
-        if not work:
-            return sorted(self._book.aborts[role])
-        self._wake_ids[role] += 1
-        return ranks
+        if work:
+            self._wake_ids[role] += 1
+            return ranks
+        if role == "decode" and self._closes_memory:
+            return ranks
+        without_work = set(self._book.aborts[role])
+        return sorted(without_work | self._book.pieces.ranks() if role == "prefill" else without_work)
 
     def _new_batch_id(self) -> int:
         self._next_batch_id += 1
@@ -233,12 +263,17 @@ class BatchScheduler:
     # Results in
 
     def on_prefill_result(self, rank: int, result: PrefillResult, buffers: Sequence[object] = ()) -> None:
-        """Take first tokens and hand-overs. `buffers` belong to the items with kv, in their order."""
+        """Take first tokens and hand-overs. `buffers` belong to the items whose kv has no place, in their order."""
         kv_buffers = iter(buffers)
         for item in result.items:
-            buffer = next(kv_buffers, None) if item.kv is not None else None
+            place = None if item.kv is None else item.kv.place
+            piece = None if place is None else self._book.pieces.hold(rank, place.ticket)
+            buffer = next(kv_buffers, None) if item.kv is not None and place is None else None
             trip = self._prefilling_trip(rank, item.index)
-            if trip is not None:
+            if trip is None:
+                self._book.pieces.release(piece)
+            else:
+                trip.piece = piece
                 self._take_prefilled(trip, item, buffer)
         for failure in result.failures:
             trip = self._prefilling_trip(rank, failure.index)
@@ -266,11 +301,25 @@ class BatchScheduler:
             sample = self._decoding_sample(rank, failure.index)
             if sample is None:
                 continue
-            if self._book.may_retry(sample.trip, failure):
+            if failure.kind == "kv_unreachable":  # no fault of the request's: does not count as an attempt
+                self._give_up_device_handover(failure)
+                self._book.replay(sample, sample.trip.num_attempts)
+            elif self._book.may_retry(sample.trip, failure):
                 self._book.replay(sample, sample.trip.num_attempts + 1)
             else:
                 self._book.fail(sample.owner, failure)
         self._balancer.report(rank, result.load, len(codes) - codes.count(0))
+
+    def on_batch_over(self, outgoing: OutgoingBatch) -> None:
+        """A batch has reached its rank, which has fetched what lay in prefill ranks' memory, or it never will."""
+        for piece in outgoing.pieces:
+            self._book.pieces.release(piece)
+
+    def _give_up_device_handover(self, failure: RequestFailure) -> None:
+        if not self._is_unreachable:
+            _LOGGER.warning(_UNREACHABLE, failure.text)
+        self._is_unreachable = True
+        self._device_handover = False
 
     def on_group_lost(self, role: Role, reason: str) -> int:
         """A role's group is gone with everything on it: replay what it had, or fail what was lost too often.
@@ -291,6 +340,9 @@ class BatchScheduler:
             )
             self._book.retry(trip, failure)
         self._book.aborts[role].clear()
+        if role == "prefill":
+            self._book.pieces.forget_all()
+        self._closes_memory = role == "prefill" and self._has_shared and not self._is_lost["decode"]
         return len(lost)
 
     def on_group_ready(self, role: Role) -> None:

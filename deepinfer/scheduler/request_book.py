@@ -1,7 +1,8 @@
 """The driver's book of unfinished requests: their jobs, sequences, trips and reservations, and every way they change.
 
 Invariants: every unfinished sequence stands in `samples` and belongs to one trip; a trip stands in `trips` until its
-KV is sent to a decode rank; what a trip has reserved is freed as each of its sequences leaves it.
+KV is sent to a decode rank; what a trip has reserved is freed as each of its sequences leaves it. A piece of a prefill
+rank's memory belongs to its trip until then, and to the batch that it is sent with from then on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 from deepinfer.log import about, get_logger
 from deepinfer.protocol import FinishCode, Request, RequestFailure, Role
 from deepinfer.scheduler.load_balancer import LoadBalancer
+from deepinfer.scheduler.piece_book import PieceBook
 from deepinfer.scheduler.request_state import Job, Phase, RequestState, SampleState, Trip, error_output
 
 _LOGGER = get_logger("driver")
@@ -54,6 +56,7 @@ class RequestBook:
             "prefill": defaultdict(list),
             "decode": defaultdict(list),
         }
+        self.pieces = PieceBook()
         self.totals = SchedulerCounts()
 
     def counts(self) -> SchedulerCounts:
@@ -182,6 +185,8 @@ class RequestBook:
             if trip.phase is Phase.PREFILLING:
                 self._balancer.end_prefill(trip.prefill_rank, trip.num_tokens)
             trip.phase = Phase.OVER
+            self.pieces.release(trip.piece)
+            trip.piece = None
 
     def _leave_trip(self, sample: SampleState) -> None:
         """Free what is reserved for a sequence, if its trip has started."""

@@ -9,6 +9,7 @@ import msgspec
 
 from deepinfer.codec import unpack
 from deepinfer.protocol import AdmittedRequest, FinishCode, LogprobColumns, Request, RequestFailure, RequestOutput
+from deepinfer.scheduler.piece_book import RankPiece
 
 
 class Phase(enum.Enum):
@@ -49,7 +50,8 @@ class Trip:
 
     `blocks_per_sequence`: blocks reserved on the decode rank for each sequence, in the balancer's order of groups.
     `kv_bytes`: what its hand-over counts for; 0 before the start and after the decode rank has taken it in.
-    `num_unsettled`: sequences of which the decode rank has not reported anything yet.
+    `num_unsettled`: sequences of which the decode rank has not reported anything yet. Between its two ranks its KV is
+    in `buffer`, or in a `piece` of its prefill rank's memory.
     """
 
     request: Request
@@ -62,6 +64,7 @@ class Trip:
     num_unsettled: int = 0
     admitted: AdmittedRequest | None = None
     buffer: object = None
+    piece: RankPiece | None = None
 
     @property
     def num_tokens(self) -> int:

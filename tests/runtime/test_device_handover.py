@@ -204,7 +204,7 @@ def decode_items(
 
 
 def test_a_killed_prefill_rank_and_its_successor(start, expected: dict[int, list[int]]) -> None:
-    """What is mapped can be read; what is not is lost and may be tried again; the next life's memory takes its place."""
+    """What is mapped can be read, what is not is lost and may be tried again; a next life's memory takes its place."""
     decode = build_fake_rank("decode", handover_bytes=MIB)
     other = build_fake_rank("decode", handover_bytes=MIB)
     first, second = REQUESTS[:3], REQUESTS[3:]

@@ -14,6 +14,7 @@ from deepinfer.protocol import (
     DecodeBatch,
     DecodeResult,
     KVHandle,
+    KVPlace,
     PrefillBatch,
     PrefilledRequest,
     PrefillResult,
@@ -60,8 +61,14 @@ class FakeRank:
         max_rows_per_slot: int = 1,
         num_commits: Callable[[int], int] = lambda length: 1,
         fails: Callable[[int], bool] = lambda token_id: False,
+        max_pieces: int = 0,
     ) -> None:
         self.role, self.rank = role, rank
+        self.max_pieces = max_pieces  # a prefill rank holds so many hand-overs in its own memory
+        self.pieces: dict[int, object] = {}
+        self.num_pieces = 0
+        self._dropped_tickets: set[int] = set()
+        self._uses_device = False
         self.num_blocks, self.num_slots = num_blocks, num_slots
         self.wake_id = 0
         self.scheduler = StepScheduler(
@@ -88,18 +95,29 @@ class FakeRank:
         self._failures: list[RequestFailure] = []
 
     def post(self, batch: PrefillBatch | DecodeBatch, buffers: Sequence[object] = ()) -> None:
-        """Take a batch from the driver."""
+        """Take a batch from the driver; `buffers` of all admitted requests."""
         assert batch.wake_id >= self.wake_id, "a wake id went back"
         self.wake_id = batch.wake_id
         if batch.drops_all:
             self.scheduler.abort_all()
         if isinstance(batch, PrefillBatch):
+            self._follow_pieces(batch)
             for request in batch.requests:
                 self.scheduler.add(request)
         else:
             for admitted, buffer in zip(batch.admitted, buffers, strict=True):
                 self.scheduler.admit(admitted, buffer)
         self.scheduler.abort(unpack(batch.aborted_indexes).tolist())
+
+    def _follow_pieces(self, batch: PrefillBatch) -> None:
+        self._uses_device = batch.device_handover
+        if batch.drops_all:
+            self._dropped_tickets |= self.pieces.keys()
+            self.pieces.clear()
+        for ticket in unpack(batch.released).tolist():
+            if ticket not in self._dropped_tickets:
+                assert ticket in self.pieces, f"ticket {ticket} was released twice, or belongs to another life"
+                del self.pieces[ticket]
 
     def step(self) -> None:
         """Launch one step, then take in the one before it; idle ranks only check their books."""
@@ -159,7 +177,13 @@ class FakeRank:
         request = prefilled.request
         handle = None
         if prefilled.needs_export:
-            self._buffers.append(self._device.gather(prefilled.block_ids, prefilled.num_tokens))
+            records, place = self._device.gather(prefilled.block_ids, prefilled.num_tokens), None
+            if self._uses_device and len(self.pieces) < self.max_pieces:
+                self.num_pieces += 1
+                self.pieces[self.num_pieces] = records
+                place = KVPlace(memory=b"", offset=0, ticket=self.num_pieces, sums=(0, 0))
+            else:
+                self._buffers.append(records)
             self.scheduler.exported(request.index)
             handle = KVHandle(
                 request_id=request.request_id,
@@ -169,6 +193,7 @@ class FakeRank:
                 groups=(),
                 nbytes=100 * prefilled.num_tokens,
                 checksum=0,
+                place=place,
             )
         self._prefilled.append(
             PrefilledRequest(
