@@ -388,7 +388,20 @@ class SparseAttention(Protocol):
     `main`. -1 = no key, allowed anywhere. `sink` float32 [H] only enters the denominator. A row without keys gives
     zeros.
     Returns [T, H, d] model dtype; probabilities are rounded to the model dtype before they meet the values.
+
+    `located`: what `locate` returned for the same keys, so that it can be found out before there are queries.
     """
+
+    def locate(
+        self,
+        *,
+        ring: Tensor,
+        step_records: Tensor,
+        window_rows: Tensor,
+        window_record: RecordFormat,
+        main: Tensor | None,
+        main_rows: Tensor | None,
+    ) -> Any: ...
 
     def __call__(
         self,
@@ -403,6 +416,7 @@ class SparseAttention(Protocol):
         main_record: RecordFormat | None,
         sink: Tensor,
         scale: float,
+        located: Any = None,
     ) -> Tensor: ...
 
 

@@ -458,15 +458,15 @@ def check_attention(bench: Bench) -> None:
         main, ring, step = step_first.split([len(main), len(ring), len(step)])
         lots.append((ring, step, main))
     for (ring, step, main), with_main in itertools.product(lots, (True, False)):
-        own, wanted = (
-            kernels.sparse_attention(
-                query, ring=ring, step_records=step, window_rows=window_rows, window_record=window_record,
-                main=main if with_main else None, main_rows=main_rows if with_main else None,
-                main_record=main_record if with_main else None, sink=sink, scale=sizes.head_dim**-0.5,
-            )
-            for kernels in (bench.kernels, bench.reference)
-        )  # fmt: skip
+        keys = {
+            "ring": ring, "step_records": step, "window_rows": window_rows, "window_record": window_record,
+            "main": main if with_main else None, "main_rows": main_rows if with_main else None,
+        }  # fmt: skip
+        rest = {"main_record": main_record if with_main else None, "sink": sink, "scale": sizes.head_dim**-0.5}
+        own, wanted = (kernels.sparse_attention(query, **keys, **rest) for kernels in (bench.kernels, bench.reference))
         close(own, wanted, 5e-3)
+        attend = bench.kernels.sparse_attention
+        assert torch.equal(attend(query, **keys, **rest, located=attend.locate(**keys)), own)
         assert not own[-1].any(), "a row without keys must give zeros"
 
 

@@ -122,6 +122,9 @@ def _attention_kernel(
 class SparseAttention:
     """`ops.SparseAttention`; head_dim a power of two."""
 
+    def locate(self, **_keys: object) -> None:
+        """Nothing: it looks for keys and reads them at once."""
+
     def __call__(
         self,
         query: Tensor,
@@ -135,6 +138,7 @@ class SparseAttention:
         main_record: RecordFormat | None,
         sink: Tensor,
         scale: float,
+        located: None = None,  # noqa: ARG002
     ) -> Tensor:
         out = torch.empty_like(query)
         num_rows, num_heads, width = query.shape

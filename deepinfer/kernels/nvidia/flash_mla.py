@@ -94,8 +94,32 @@ def _gather_kernel(
 
 
 @dataclass(slots=True, frozen=True)
+class Located:
+    """A pool, and where the keys of T rows lie in it."""
+
+    pool: FlatPool
+    numbers: RowNumbers
+
+
+@dataclass(slots=True, frozen=True)
 class SparseAttention:
     """`ops.SparseAttention`; other heads than 64 or 128 of 512 go to Triton."""
+
+    def locate(
+        self,
+        *,
+        ring: Tensor,
+        step_records: Tensor,
+        window_rows: Tensor,
+        window_record: RecordFormat,
+        main: Tensor | None,
+        main_rows: Tensor | None,
+    ) -> Located | None:
+        """The rows of keys that lie in one pool, or None."""
+        pool = flat_pool(ring, step_records, main) if record_kind(window_record) == RAW else None
+        if pool is None or window_record.width != _WIDTH:
+            return None
+        return Located(pool, row_numbers(pool, window_rows, main_rows, ring_length=len(ring)))
 
     def __call__(
         self,
@@ -110,6 +134,7 @@ class SparseAttention:
         main_record: RecordFormat | None,
         sink: Tensor,
         scale: float,
+        located: Located | None = None,
     ) -> Tensor:
         if query.shape[1] not in _HEADS or query.shape[2] != _WIDTH:
             return TritonAttention()(
@@ -124,9 +149,17 @@ class SparseAttention:
                 sink=sink,
                 scale=scale,
             )
-        pool = flat_pool(ring, step_records, main) if record_kind(window_record) == RAW else None
-        if pool is not None:
-            return _attend_in_place(query, pool, window_rows, main_rows, len(ring), sink, scale)
+        if located is None:
+            located = self.locate(
+                ring=ring,
+                step_records=step_records,
+                window_rows=window_rows,
+                window_record=window_record,
+                main=main,
+                main_rows=main_rows,
+            )
+        if located is not None:
+            return _attend_in_place(query, located, sink, scale)
         if main is None or main_rows is None or main_record is None:
             main, main_rows, main_record = ring, window_rows[:, :0], window_record
         num_places = _padded(window_rows.shape[1]) + _padded(main_rows.shape[1])
@@ -141,21 +174,11 @@ class SparseAttention:
         return _join(parts)
 
 
-def _attend_in_place(
-    query: Tensor,
-    pool: FlatPool,
-    window_rows: Tensor,
-    main_rows: Tensor | None,
-    ring_length: int,
-    sink: Tensor,
-    scale: float,
-) -> Tensor:
+def _attend_in_place(query: Tensor, located: Located, sink: Tensor, scale: float) -> Tensor:
     parts = []
     for start in range(0, max(1, len(query)), _MAX_ROWS):
         rows = slice(start, start + _MAX_ROWS)
-        own_main = None if main_rows is None else main_rows[rows]
-        numbers = row_numbers(pool, window_rows[rows], own_main, ring_length=ring_length)
-        parts.append(_attend(query[rows], pool.rows, numbers, sink, scale))
+        parts.append(_attend(query[rows], located.pool.rows, located.numbers.piece(rows), sink, scale))
     return _join(parts)
 
 

@@ -132,6 +132,10 @@ class RowNumbers:
     numbers: Tensor
     lengths: Tensor | None
 
+    def piece(self, rows: slice) -> RowNumbers:
+        """Those of some of the rows."""
+        return RowNumbers(self.numbers[rows], None if self.lengths is None else self.lengths[rows])
+
 
 def row_numbers(pool: FlatPool, window_rows: Tensor, main_rows: Tensor | None, *, ring_length: int) -> RowNumbers:
     """Return where the keys lie; arguments as in `ops.SparseAttention`."""

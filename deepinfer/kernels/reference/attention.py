@@ -22,6 +22,9 @@ class SparseAttention:
 
     numerics: Numerics
 
+    def locate(self, **_keys: object) -> None:
+        """Nothing: it looks for keys and reads them at once."""
+
     def __call__(
         self,
         query: Tensor,
@@ -35,6 +38,7 @@ class SparseAttention:
         main_record: RecordFormat | None,
         sink: Tensor,
         scale: float,
+        located: None = None,  # noqa: ARG002
     ) -> Tensor:
         out = torch.empty_like(query)
         for start in range(0, query.shape[0], _ROW_TILE):

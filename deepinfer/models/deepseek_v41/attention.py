@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from deepinfer.kernels.ops import Activations, MixCoefficients
@@ -73,7 +75,7 @@ class Attention:
         if cut is not None:
             asking, asking_latent = cut.queries, query_latent[cut.kept]
 
-        def make_keys() -> Tensor:
+        def make_keys() -> tuple[Tensor, Any]:
             records = self.records(latent, self._rotation(rows), caches)
             if self.compressor is not None:
                 self.compressor(hidden.values, rows, caches)
@@ -81,13 +83,13 @@ class Attention:
                 normed = self.kernels.rms_norm(asking_latent, self.query_norm, epsilon=self.epsilon)
                 values = hidden.values if cut is None else hidden.values[cut.kept]
                 self.indexer(values, normed, asking, caches, published)
-            return records
+            return records, self._locate(records, asking, caches, published)
 
         keys = self.side.start(make_keys)
         query = self.queries(asking_latent, self._rotation(asking))
-        records = keys.wait()
+        records, located = keys.wait()
         mixing.ready()
-        mixed = self._attend(query, records, asking, caches, published)
+        mixed = self._attend(query, records, located, asking, caches, published)
         mixing.start()
         storing = self.side.start(
             lambda: self.kernels.store_rows(caches.window[self.layer], rows.ring_targets, records)
@@ -130,7 +132,19 @@ class Attention:
     def _rotation(self, rows: StepRows) -> Rotation:
         return rows.window_rotation if self.source is None else rows.compressed_rotation
 
-    def _attend(self, query: Tensor, records: Tensor, rows: StepRows, caches: Caches, published: Published) -> Tensor:
+    def _locate(self, records: Tensor, rows: StepRows, caches: Caches, published: Published) -> Any:
+        return self.kernels.sparse_attention.locate(
+            ring=caches.window[self.layer],
+            step_records=records,
+            window_rows=rows.window_rows,
+            window_record=caches.layout.window_record,
+            main=None if self.source is None else caches.main[self.source],
+            main_rows=None if self.source is None else published.main_rows,
+        )
+
+    def _attend(
+        self, query: Tensor, records: Tensor, located: Any, rows: StepRows, caches: Caches, published: Published
+    ) -> Tensor:
         compressed = self.source is not None
         return self.kernels.sparse_attention(
             query,
@@ -143,4 +157,5 @@ class Attention:
             main_record=caches.layout.main_record if compressed else None,
             sink=self.sink,
             scale=self.scale,
+            located=located,
         )
