@@ -111,12 +111,16 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
     """KV cache of a rank. `memory_bytes` None: `memory_fraction` of what is free for it (GPU), 256 MiB (CPU).
 
     `device_bytes`: memory of a device of the cluster, for `deepinfer-cluster render` on a machine without one.
+    `handover_bytes`: what each rank holds of its device for hand-overs between ranks of one host, which then stay on
+    the device as long as there is room; others, and all with 0, go through the object store. None: 1 GiB of a GPU
+    unless the ranks need more than one host, 64 MiB on a CPU.
     """
 
     block_size: int = 64
     memory_bytes: int | None = None
     memory_fraction: float = 0.9
     device_bytes: int | None = None
+    handover_bytes: int | None = None
     prefix_caching: bool = False
     kv_channel: Literal["object_store"] = "object_store"
 
@@ -226,6 +230,11 @@ ENVIRONMENT = (
     EnvironmentVariable("DEEPINFER_CACHE_DIR", "cache_dir", "text", "compiled kernels, cost tables, tiny checkpoint"),
 )
 
+# What `cache.handover_bytes` is unless it is set; with more GPUs than a host has, nothing is handed over within one.
+_GPU_HANDOVER_BYTES = 0
+_CPU_HANDOVER_BYTES = 0
+_MAX_HOST_DEVICES = 16
+
 # Options that hold a mapping of the user's.
 _MAPPINGS = ("ray.runtime_env", "ray.domains", "kernels.overrides")
 
@@ -313,14 +322,19 @@ def resolve(config: ClusterConfig, *, accelerator: str) -> ClusterConfig:
     ranks = {"cpu": (2, 4)}.get(chosen, (1, 1))
     step_tokens = config.prefill.max_tokens_per_step or (2048 if chosen == "cpu" else 8192)
     shares_device = chosen != "cpu" and config.prefill.ranks is None and config.decode.ranks is None
+    ranks_per_device = config.ranks_per_device or (2 if shares_device else 1)
+    num_prefill, num_decode = config.prefill.ranks or ranks[0], config.decode.ranks or ranks[1]
+    handover_bytes = config.cache.handover_bytes
+    if handover_bytes is None:
+        fits_host = num_prefill + num_decode <= _MAX_HOST_DEVICES * ranks_per_device
+        handover_bytes = _CPU_HANDOVER_BYTES if chosen == "cpu" else fits_host * _GPU_HANDOVER_BYTES
     return msgspec.structs.replace(
         config,
         accelerator=chosen,
-        ranks_per_device=config.ranks_per_device or (2 if shares_device else 1),
-        prefill=msgspec.structs.replace(
-            config.prefill, ranks=config.prefill.ranks or ranks[0], max_tokens_per_step=step_tokens
-        ),
-        decode=msgspec.structs.replace(config.decode, ranks=config.decode.ranks or ranks[1]),
+        ranks_per_device=ranks_per_device,
+        prefill=msgspec.structs.replace(config.prefill, ranks=num_prefill, max_tokens_per_step=step_tokens),
+        decode=msgspec.structs.replace(config.decode, ranks=num_decode),
+        cache=msgspec.structs.replace(config.cache, handover_bytes=handover_bytes),
         cache_dir=str(Path(config.cache_dir).expanduser()),
     )
 
@@ -396,6 +410,8 @@ def _check(config: ClusterConfig, sources: Mapping[str, str]) -> None:
         raise ConfigError(message, path=name_of("accelerator", sources))
     if config.cache.block_size % 2:
         raise ConfigError(f"must be even, not {config.cache.block_size}", path="cache.block_size")
+    if (config.cache.handover_bytes or 0) < 0:
+        raise ConfigError(f"must be 0 or more, not {config.cache.handover_bytes}", path="cache.handover_bytes")
     if not 0 < config.cache.memory_fraction <= 1:
         raise ConfigError(f"must lie in (0, 1], not {config.cache.memory_fraction}", path="cache.memory_fraction")
 

@@ -166,6 +166,7 @@ def test_options_are_a_decision() -> None:
         "cache.memory_bytes",
         "cache.memory_fraction",
         "cache.device_bytes",
+        "cache.handover_bytes",
         "cache.prefix_caching",
         "cache.kv_channel",
         "scheduler.max_in_flight",

@@ -28,6 +28,7 @@ from deepinfer.actors.engine_facts import EngineFacts
 from deepinfer.actors.group_keeper import GroupKeeper
 from deepinfer.actors.group_start import start_together
 from deepinfer.actors.job_desk import JobDesk
+from deepinfer.actors.kv_channel import may_share_memory
 from deepinfer.actors.names import driver_name
 from deepinfer.actors.place_need import check_places
 from deepinfer.actors.rank_life import RankFacts, RankProgram
@@ -36,7 +37,7 @@ from deepinfer.config import ClusterConfig, decode_config
 from deepinfer.errors import ClusterError, DeepInferError, RankError, RequestError, SupersededError
 from deepinfer.log import get_logger, phase, set_up_logging
 from deepinfer.protocol import DecodeResult, OutputBatch, PrefillResult, RequestBatch, Role
-from deepinfer.scheduler.batch_scheduler import BatchScheduler
+from deepinfer.scheduler.batch_scheduler import BatchScheduler, OutgoingBatch
 from deepinfer.scheduler.load_balancer import DecodeCapacity
 
 # Below this many running sequences every result is passed on at once; above it results are gathered.
@@ -120,7 +121,8 @@ class Driver:
             is_shared=self._is_shared,
         )
         self._scheduler = self._make_scheduler(prefill, decode)
-        self._sender = BatchSender(self._keepers, self._plan.epoch, self.take_result)
+        self._scheduler.allow_device_handover(may_share_memory(self._facts.ranks))
+        self._sender = BatchSender(self._keepers, self._plan.epoch, self.take_result, self._end_batch)
         self._state = "ready"
         for keeper in self._keepers.values():
             self._spawn(keeper.keep())
@@ -261,6 +263,7 @@ class Driver:
         in_order = sorted(ranks, key=lambda ready: (ready.role == "decode", ready.rank))
         self._facts = msgspec.structs.replace(self._facts, ranks=tuple(in_order))
         self._metrics.count_restart()
+        self._scheduler.allow_device_handover(may_share_memory(self._facts.ranks))
         self._scheduler.on_group_ready(role)
         self._stirred.set()
 
@@ -310,6 +313,12 @@ class Driver:
             self._tell()
             if self._is_busy():
                 await asyncio.sleep(_ADMIT_SECONDS)
+
+    def _end_batch(self, outgoing: OutgoingBatch) -> None:
+        """Let prefill ranks have back what was fetched for a batch; it is sent with whatever else there is to send."""
+        self._scheduler.on_batch_over(outgoing)
+        if outgoing.pieces:
+            self._stirred.set()
 
     async def _drop_silent_jobs(self) -> None:
         """Give up the jobs of clients that were killed: they neither fetch nor say that they are alive."""

@@ -1,7 +1,8 @@
-"""Carries hand-over buffers from prefill to decode ranks: the object store is the only channel so far.
+"""Carries hand-over buffers from prefill to decode ranks through the object store, and says where that is not needed.
 
-The prefill rank owns the objects. The driver passes their references on without opening them; a decode rank gets them
-as read-only arrays on shared memory. An object lives until the last reference to it is gone.
+Ranks of one host hand over through memory of their devices (`runtime/kv_intake`), as long as there is room; all else
+goes this way. The prefill rank owns the objects. The driver passes their references on without opening them; a decode
+rank gets them as read-only arrays on shared memory. An object lives until the last reference to it is gone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import ray
 from ray import ObjectRef
+
+from deepinfer.protocol import RankReady
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -30,3 +33,8 @@ class KVChannel:
             references.append(ray.put(buffer))
             self.num_bytes += buffer.nbytes
         return references
+
+
+def may_share_memory(ranks: Sequence[RankReady]) -> bool:
+    """Whether decode ranks can be expected to read prefill ranks' memory: all on one host, on devices of one kind."""
+    return len({(ready.node, ready.device.partition(":")[0]) for ready in ranks}) == 1

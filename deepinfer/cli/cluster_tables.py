@@ -26,6 +26,8 @@ def memory_table(roles: Sequence[RoleMemory]) -> Table:
         table.add_row(part, *(_gib(memory.weights.get(part, 0)) for memory in roles))
     if any(memory.exchange_bytes for memory in roles):
         table.add_row("exchange within a host", *(_gib(memory.exchange_bytes) for memory in roles))
+    if any(memory.handover_bytes for memory in roles):
+        table.add_row("hand-overs within a host", *(_gib(memory.handover_bytes) for memory in roles))
     table.add_row("cache", *(_gib(memory.cache_bytes) for memory in roles))
     table.add_row("needed", *(_gib(memory.needed_bytes) for memory in roles))
     table.add_row("device", *(_gib(memory.device_bytes) for memory in roles))

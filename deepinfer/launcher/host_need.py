@@ -27,6 +27,7 @@ def host_need(config: ClusterConfig, directory: Path, *, with_ray: bool) -> dict
     return {
         "weights": sum(memory.num_ranks * sum(memory.weights.values()) for memory in roles),
         "caches": sum(memory.num_ranks * memory.cache_bytes for memory in roles),
+        "hand-overs": sum(memory.num_ranks * memory.handover_bytes for memory in roles),
         "processes": sum(memory.num_ranks for memory in roles) * _RANK_PROCESS_BYTES
         + _DRIVER_BYTES
         + with_ray * _RAY_BYTES,

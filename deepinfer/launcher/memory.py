@@ -28,13 +28,14 @@ class RoleMemory:
 
     `recast_bytes`: what the routed experts take more when a backend recasts them to FP8 (DeepGEMM on Hopper).
     `exchange_bytes`: buffers that other ranks push rows into, where all of the role's are in one host.
-    `host_table_bytes`: n-gram tables in host memory, once a node.
+    `handover_bytes`: room for hand-overs within a host. `host_table_bytes`: n-gram tables in host memory, once a node.
     """
 
     role: str
     num_ranks: int
     weights: dict[str, int]
     exchange_bytes: int
+    handover_bytes: int
     cache_bytes: int
     num_tokens: int
     recast_bytes: int
@@ -43,8 +44,8 @@ class RoleMemory:
 
     @property
     def needed_bytes(self) -> int:
-        """Weights as released, buffers of the exchange, and the cache."""
-        return sum(self.weights.values()) + self.exchange_bytes + self.cache_bytes
+        """Weights as released, buffers of the exchange, room for hand-overs, and the cache."""
+        return sum(self.weights.values()) + self.exchange_bytes + self.handover_bytes + self.cache_bytes
 
     @property
     def left_bytes(self) -> int | None:
@@ -95,13 +96,15 @@ def _role_memory(config: ClusterConfig, spec: ModelSpec, role: Role, device_byte
     need = spec.weight_bytes(num_ranks=num_ranks, drafts=draft_use(role, num_drafts), tables=section.ngram_tables)
     weights, experts = need.device, need.experts
     exchange_bytes = _exchange_bytes(config, spec, role, num_ranks, num_drafts=num_drafts)
-    held_bytes = sum(weights.values()) + exchange_bytes
+    handover_bytes = config.cache.handover_bytes or 0
+    held_bytes = sum(weights.values()) + exchange_bytes + handover_bytes
     cache_bytes, num_tokens = _cache(config, spec, role, held_bytes, device_bytes, num_drafts=num_drafts)
     memory = RoleMemory(
         role=role,
         num_ranks=num_ranks,
         weights=weights,
         exchange_bytes=exchange_bytes,
+        handover_bytes=handover_bytes,
         cache_bytes=cache_bytes,
         num_tokens=num_tokens,
         recast_bytes=_recast_bytes(config, role, need),
@@ -111,7 +114,8 @@ def _role_memory(config: ClusterConfig, spec: ModelSpec, role: Role, device_byte
     if memory.left_bytes is not None and memory.left_bytes < 0:
         raise ConfigError(
             f"a {role} rank needs {_gib(memory.needed_bytes)} (weights {_gib(sum(weights.values()))}, of these "
-            f"{experts} {_gib(weights[experts])}, exchange {_gib(exchange_bytes)}, cache {_gib(cache_bytes)}), its "
+            f"{experts} {_gib(weights[experts])}, exchange {_gib(exchange_bytes)}, "
+            f"hand-overs {_gib(handover_bytes)}, cache {_gib(cache_bytes)}), its "
             "device has "
             f"{_gib(memory.needed_bytes + memory.left_bytes)}; use more ranks or a smaller cache.memory_bytes",
             path=f"{role}.ranks",

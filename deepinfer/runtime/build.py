@@ -35,10 +35,12 @@ from deepinfer.runtime.build_drafts import (
     num_draft_tokens,
 )
 from deepinfer.runtime.device_memory import CacheSize, cache_budget, most_exchanged_rows, size_caches
+from deepinfer.runtime.kv_intake import KVIntake
 from deepinfer.runtime.load_progress import LoadReporter
 from deepinfer.runtime.measure_costs import Room
 from deepinfer.runtime.model_runner import ModelRunner
 from deepinfer.runtime.node_place import find_place
+from deepinfer.runtime.piece_arena import PieceArena
 from deepinfer.runtime.rank_engine import EngineParts, RankEngine, StepObserver
 from deepinfer.runtime.rank_metrics import RankMetrics
 from deepinfer.runtime.slot_table import SlotTable
@@ -183,6 +185,18 @@ class _Builder:
             return None
         get_logger(f"{self.role}-{self.rank}").info("the last %d tokens of a prompt run at full depth", keep_tokens)
         return keep_tokens
+
+    def arena(self) -> PieceArena | None:
+        """Take memory for hand-overs, before the caches share out what is left; None: these go through the host."""
+        num_bytes = self.config.cache.handover_bytes
+        if not num_bytes or self.stand_in is not None:
+            return None
+        try:
+            return PieceArena(self.platform.share_memory(num_bytes))
+        except (OSError, RuntimeError) as error:
+            text = "no memory for hand-overs can be shared, so all go through the object store: %s"
+            get_logger(f"{self.role}-{self.rank}").warning(text, error)
+            return None
 
     def size(self, loaded: _Loaded) -> CacheSize:
         """Decide how many blocks and slots there are; a collective."""
@@ -373,6 +387,7 @@ def build_rank_engine(
     with builder.phase("loading weights"):
         loaded = builder.load(groups)
     with builder.phase("allocating caches"):
+        arena = builder.arena()
         size = builder.size(loaded)
         runner = builder.runner(loaded, size, make_drafter)
     stream = platform.open_stream(f"{role}-{rank}-device")
@@ -397,6 +412,8 @@ def build_rank_engine(
         asynchronous=config.scheduler.asynchronous,
         observe_step=observe_step,
         check_exchange=loaded.dispatchers.check,
+        arena=arena if role == "prefill" else None,
+        intake=KVIntake(platform, f"{role}-{rank}-intake", arena) if role == "decode" else None,
     )
     return RankEngine(parts)
 
