@@ -22,12 +22,16 @@ from deepinfer.platforms.platform import detect_accelerator
 
 _PACKAGES = ("torch", "ray", "safetensors", "tokenizers", "deepseek-recipe", "xgrammar")
 _KERNEL_PACKAGES = ("triton", "sgl-deep-gemm", "apache-tvm-ffi", "sgl-flash-mla")
+_DEEP_EP = ("sgl-deep-ep", "deep_ep")  # packaged, and as its sources name it
 _UNUSED_PACKAGES = {
-    "sgl-deep-ep": "DeepEP: not packaged for torch 2.11, only for 2.13 and 2.14; our kernels carry rows within a host",
     "tilelang": "TileLang: optional, nothing here calls it",
     "tile-kernels": "TileKernels: asks for torch 2.13; our Triton kernels do the same work",
     "deepselect": "DeepSelect: not packaged, and for SM100 alone; our own kernel selects",
 }
+_DEEP_EP_USE = (
+    "carries rows between ranks in several hosts; packages ask for torch 2.13 or 2.14; version 2.1.0 with NCCL 2.30.7, "
+    "built for torch 2.11, was verified on two H200 of one host, never between hosts"
+)
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -95,7 +99,9 @@ def _kernels(config: ClusterConfig) -> dict[str, dict[str, Any]]:
     except ConfigError as error:
         return {"kernels": {"not usable": str(error)}}
     facts = {"kernels": _entries(choice), "kernel backends": _backends(choice)}
-    return facts if choice.chip is None else facts | {"packages that are not used": _unused_packages()}
+    if choice.chip is None:
+        return facts
+    return facts | {"optional packages": _optional_packages(), "packages that are not used": _unused_packages()}
 
 
 def _entries(choice: KernelChoice) -> dict[str, Any]:
@@ -116,6 +122,12 @@ def _backends(choice: KernelChoice) -> dict[str, Any]:
         backend.name: "usable" if backend.fault is None else f"passed over: {backend.fault}; {backend.cost_without}"
         for backend in choice.backends
     }
+
+
+def _optional_packages() -> dict[str, str]:
+    found = [f"{name} {_version(name)}" for name in _DEEP_EP if _version(name) != "not installed"]
+    state = ", ".join(found) or "not installed"
+    return {"DeepEP": f"{state}; {_DEEP_EP_USE}"}
 
 
 def _unused_packages() -> dict[str, str]:

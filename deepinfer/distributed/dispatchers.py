@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -69,18 +70,34 @@ def open_dispatchers(
 ) -> Dispatchers:
     """Return the dispatchers of a rank whose exchanges have `shapes`; a collective. `groups` None: it is alone.
 
-    Ranks with GPUs of their own in one host push; others go through the process group, which knows no graphs.
+    Up to eight ranks with GPUs of their own in one host push. Other GPUs use DeepEP where every rank has it, else the
+    process group: the host's memory. Neither of these is recorded.
     """
     if groups is None:
         return Dispatchers(LocalDispatcher)
-    if device.type == "cuda" and groups.dispatch.num_ranks <= MAX_PUSH_RANKS and _are_neighbours(groups, device):
+    through_hosts = partial(TorchDispatcher, groups.dispatch)
+    if device.type != "cuda":
+        return Dispatchers(through_hosts)
+    if groups.dispatch.num_ranks <= MAX_PUSH_RANKS and _are_neighbours(groups, device):
         module = importlib.import_module("deepinfer.distributed.push_dispatcher")
         link = module.open_link(groups, shapes, device=device, timeout_seconds=timeout_seconds)
         if link is not None:
             return Dispatchers(partial(module.PushDispatcher, link), link)
-    if device.type == "cuda":
-        _LOGGER.warning("ranks exchange rows through their hosts' memory, and no step is recorded: this is slow")
-    return Dispatchers(partial(TorchDispatcher, groups.dispatch))
+    module = importlib.import_module("deepinfer.distributed.deep_ep_dispatcher")
+    deep_ep = module.open_deep_ep(_deep_ep(), groups, shapes, device=device, timeout_seconds=timeout_seconds)
+    if deep_ep is not None:
+        return Dispatchers(partial(module.make_dispatcher, deep_ep, through_hosts))
+    _LOGGER.warning("ranks exchange rows through their hosts' memory, and no step is recorded: this is slow")
+    return Dispatchers(through_hosts)
+
+
+def _deep_ep() -> ModuleType | None:
+    """Return the package, or None where it is missing or refuses to work with what is installed beside it."""
+    try:
+        return importlib.import_module("deep_ep")
+    except Exception as error:  # it checks versions by assertions of its own
+        _LOGGER.info("DeepEP can't be used: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _are_neighbours(groups: ProcessGroups, device: torch.device) -> bool:

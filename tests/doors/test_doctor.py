@@ -53,11 +53,16 @@ def test_a_gpu_shows_what_serves_each_op_and_why_a_backend_is_passed_over(
     assert "slower" in text
     assert facts["accelerators"]["gpu 0"] == "Some GPU, sm_100, 180 GiB"
     unused = facts["packages that are not used"]
-    assert unused.keys() == {"sgl-deep-ep", "tilelang", "tile-kernels", "deepselect"}
-    assert unused["sgl-deep-ep"].startswith("not installed; DeepEP: not packaged for torch 2.11")
+    assert unused.keys() == {"tilelang", "tile-kernels", "deepselect"}
+    assert facts["optional packages"]["DeepEP"].startswith("not installed; carries rows between ranks in several hosts")
     assert run_command(["doctor", "--set", "accelerator=nvidia"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  rms_norm"))
     assert line.split(maxsplit=3)[3] == "batch-invariant      verified on sm_90, NOT on this chip"
+
+
+def test_deep_ep_is_found_by_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_version", lambda name: {"deep_ep": "2.1.0+local"}.get(name, "not installed"))
+    assert command._optional_packages()["DeepEP"].startswith("deep_ep 2.1.0+local; carries rows")
 
 
 def test_batch_invariance_shows_in_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
