@@ -70,21 +70,23 @@ def open_dispatchers(
 ) -> Dispatchers:
     """Return the dispatchers of a rank whose exchanges have `shapes`; a collective. `groups` None: it is alone.
 
-    Up to eight ranks with GPUs of their own in one host push. Other GPUs use DeepEP where every rank has it, else the
-    process group: the host's memory. Neither of these is recorded.
+    Up to eight ranks with GPUs of their own in one host push. Others with such GPUs use DeepEP where every
+    rank has it. The rest goes through the process group: the hosts' memory. Only pushing is recorded.
     """
     if groups is None:
         return Dispatchers(LocalDispatcher)
     through_hosts = partial(TorchDispatcher, groups.dispatch)
     if device.type != "cuda":
         return Dispatchers(through_hosts)
-    if groups.dispatch.num_ranks <= MAX_PUSH_RANKS and _are_neighbours(groups, device):
+    in_one_host, have_own_gpus = _look_around(groups, device)
+    if in_one_host and have_own_gpus and groups.dispatch.num_ranks <= MAX_PUSH_RANKS:
         module = importlib.import_module("deepinfer.distributed.push_dispatcher")
         link = module.open_link(groups, shapes, device=device, timeout_seconds=timeout_seconds)
         if link is not None:
             return Dispatchers(partial(module.PushDispatcher, link), link)
     module = importlib.import_module("deepinfer.distributed.deep_ep_dispatcher")
-    deep_ep = module.open_deep_ep(_deep_ep(), groups, shapes, device=device, timeout_seconds=timeout_seconds)
+    package = _deep_ep() if have_own_gpus else None
+    deep_ep = module.open_deep_ep(package, groups, shapes, device=device, timeout_seconds=timeout_seconds)
     if deep_ep is not None:
         return Dispatchers(partial(module.make_dispatcher, deep_ep, through_hosts))
     _LOGGER.warning("ranks exchange rows through their hosts' memory, and no step is recorded: this is slow")
@@ -100,8 +102,8 @@ def _deep_ep() -> ModuleType | None:
         return None
 
 
-def _are_neighbours(groups: ProcessGroups, device: torch.device) -> bool:
-    """Whether all ranks are in one host, each with a GPU of its own; a collective."""
+def _look_around(groups: ProcessGroups, device: torch.device) -> tuple[bool, bool]:
+    """Whether all ranks are in one host, and whether each has a GPU of its own; a collective."""
     own = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
     gathered = groups.dispatch.all_gather(torch.tensor([zlib.crc32(name.encode()) for name in own]))
-    return len(gathered[:, 0].unique()) == 1 and len(gathered[:, 1].unique()) == len(gathered)
+    return len(gathered[:, 0].unique()) == 1, len(gathered[:, 1].unique()) == len(gathered)

@@ -87,19 +87,29 @@ def test_what_it_cannot_carry_goes_another_way() -> None:
     assert run_ranks(_look_up, 2, None) == [[0, 1, 2, 3, 4], [100, 101, 102, 103, 104]]
 
 
-def _choose(groups: ProcessGroups, ranks_with_it: list[int]) -> list[str]:
+def _choose(groups: ProcessGroups, argument: tuple[list[int], bool]) -> list[str]:
+    ranks_with_it, have_own_gpus = argument
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatchers, "_are_neighbours", lambda groups, device: False)
+        patch.setattr(dispatchers, "_look_around", lambda groups, device: (False, have_own_gpus))
         patch.setattr(deep_ep_dispatcher, "_connect", lambda groups, device: None)
         patch.setitem(sys.modules, "deep_ep", fake_deep_ep.package() if groups.dispatch.rank in ranks_with_it else None)
         opened = dispatchers.open_dispatchers(groups, SHAPES, device=torch.device("cuda"), timeout_seconds=5.0)
         return [type(opened(num_experts)).__name__ for num_experts in (EXPERTS, EXPERTS + 1)]
 
 
-@pytest.mark.parametrize("ranks_with_it", [[0, 1], [0], []])
-def test_it_is_chosen_where_every_rank_has_it_and_experts_are_even(ranks_with_it: list[int]) -> None:
-    even = "DeepEpDispatcher" if len(ranks_with_it) == 2 else "TorchDispatcher"
-    assert run_ranks(_choose, 2, ranks_with_it) == [[even, "TorchDispatcher"]] * 2
+@pytest.mark.parametrize(
+    ("ranks_with_it", "have_own_gpus", "even"),
+    [
+        ([0, 1], True, "DeepEpDispatcher"),
+        ([0, 1], False, "TorchDispatcher"),
+        ([0], True, "TorchDispatcher"),
+        ([], True, "TorchDispatcher"),
+    ],
+)
+def test_it_is_chosen_where_every_rank_has_it_and_experts_are_even(
+    ranks_with_it: list[int], have_own_gpus: bool, even: str
+) -> None:
+    assert run_ranks(_choose, 2, (ranks_with_it, have_own_gpus)) == [[even, "TorchDispatcher"]] * 2
 
 
 class _Broken(fake_deep_ep.ElasticBuffer):

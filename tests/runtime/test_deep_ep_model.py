@@ -57,7 +57,7 @@ def _answer_share(place: RankPlace, argument: tuple[Path, list[list[Request]]]) 
     directory, shares = argument
     set_up_logging("info", process=f"rank {place.rank} of {place.num_ranks}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatchers, "_are_neighbours", lambda groups, device: False)
+        patch.setattr(dispatchers, "_look_around", lambda groups, device: (False, True))
         prefill, decode = (_build(role, directory, place) for role in ("prefill", "decode"))
     answers = answer_rounds(place, prefill, decode, [shares[place.rank]])
     return type(decode._parts.runner._around.dispatcher).__name__, answers
