@@ -25,10 +25,7 @@ class _Facts(TypedDict):
 
 
 class KVExport:
-    """Used by the step thread. Pieces of `arena`, None: there is none, are given back by the driver's word.
-
-    `num_on_device`, `num_through_host`: hand-overs so far.
-    """
+    """Used by the step thread. Pieces of `arena`, None: there is none, are given back by the driver's word."""
 
     def __init__(
         self, runner: ModelRunner, stream: Stream, arena: PieceArena | None, *, rank: int, layout_digest: str
@@ -40,8 +37,13 @@ class KVExport:
         self._rank = rank
         self._layout_digest = layout_digest
         self._uses_device = False
-        self.num_on_device = 0
-        self.num_through_host = 0
+        self._num_on_device = 0
+        self._num_through_host = 0
+
+    def counts(self) -> dict[str, int]:
+        """Return how many hand-overs went which way, and how many `lie` on the device now; any thread."""
+        num_held = 0 if self._arena is None else self._arena.num_held
+        return {"device": self._num_on_device, "host": self._num_through_host, "lie": num_held}
 
     def follow(self, message: PrefillBatch) -> None:
         """Take pieces back, all of them when everything is given up: a new driver gives back those that come late."""
@@ -78,8 +80,8 @@ class KVExport:
             layout_digest=self._layout_digest,
         )
         if self._arena is None or entry.place is None or sums is None:
-            self.num_through_host += 1
+            self._num_through_host += 1
             return pack_parts(parts, **facts)
-        self.num_on_device += 1
+        self._num_on_device += 1
         memory = self._arena.handle
         return describe_piece(parts, **facts, memory=memory, piece=entry.place, sums=sums.tolist()), None

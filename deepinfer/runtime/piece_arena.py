@@ -101,9 +101,8 @@ class PieceArena:
 
     @property
     def num_held(self) -> int:
-        """Pieces that have not been given back."""
-        self._take_back()
-        return len(self._offsets)
+        """Pieces that have not been given back; any thread."""
+        return len(set(self._offsets) - set(self._released.copy()))
 
     def reserve(self, num_bytes: int) -> Piece | None:
         """Return a piece for `num_bytes`, None when there is no room."""

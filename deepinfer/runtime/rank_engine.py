@@ -169,7 +169,7 @@ class RankEngine:
             "step_seconds": load.step_seconds,
             "parked": self._parked,
             "wake_id": self._wake_id,
-            "handovers": {"device": self._export.num_on_device, "host": self._export.num_through_host},
+            "handovers": self._export.counts(),
         }
 
     def profile(self, num_steps: int, wait_seconds: float, *, with_host: bool = True) -> StepProfile | None:
