@@ -29,6 +29,7 @@ from deepinfer.log import get_logger
 _LOGGER = get_logger("exchange")
 _ROW_ALIGNMENT = 16  # bytes: what its copies of rows move at once
 _ANSWER_ALIGNMENT = 256  # numbers: what a warp of its sum reads at once
+_NOTIFIED = 128  # threads that count arrivals from other hosts: one for each rank of the host and each own expert
 _ROW_TYPES = (torch.bfloat16, torch.uint8)  # of experts whose answers are bf16
 
 
@@ -39,6 +40,12 @@ class DeepEpLink:
         """`buffer` is a `deep_ep.ElasticBuffer` that has room for the `shapes`, all of which it can carry."""
         self.buffer, self.group = buffer, group
         self._shapes = shapes
+
+    def serves(self, num_experts: int) -> bool:
+        """Whether it can spread so many experts: equally many on each rank, and not too many between hosts."""
+        share, rest = divmod(num_experts, self.group.num_ranks)
+        is_one_host = self.buffer.num_scaleout_ranks == 1
+        return rest == 0 and (is_one_host or self.buffer.num_scaleup_ranks + share <= _NOTIFIED)
 
     def room_for(self, rows: torch.Tensor, columns: int) -> int | None:
         """Return the most copies that a rank may send, equal on all ranks; None where such rows go another way."""
@@ -71,9 +78,9 @@ class DeepEpDispatcher:
     capturable = False
 
     def __init__(self, link: DeepEpLink, num_experts: int, others: TokenDispatcher) -> None:
-        """Spread `num_experts` over the ranks of `link`, equally many on each; `others` takes what DeepEP can't."""
+        """Spread `num_experts` over the ranks of `link`, which serves so many; `others` takes what DeepEP can't."""
         group = link.group
-        assert num_experts % group.num_ranks == 0, f"{num_experts} experts on {group.num_ranks} ranks"
+        assert link.serves(num_experts), f"{num_experts} experts on {group.num_ranks} ranks"
         self.rank, self.num_ranks = group.rank, group.num_ranks
         self._link, self._num_experts, self._others = link, num_experts, others
 
@@ -162,10 +169,9 @@ def _widened(answers: torch.Tensor) -> torch.Tensor:
 
 def make_dispatcher(link: DeepEpLink, others: Callable[[int], TokenDispatcher], num_experts: int) -> TokenDispatcher:
     """Return the dispatcher for `num_experts`; `others(num_experts)` makes that for what DeepEP can't carry."""
-    if num_experts % link.group.num_ranks:
+    if not link.serves(num_experts):
         _LOGGER.warning(
-            "%d experts on %d ranks are not equally many on each, as DeepEP needs: their rows go through the hosts' "
-            "memory, which is slow",
+            "DeepEP can't spread %d experts over %d ranks: their rows go through the hosts' memory, which is slow",
             num_experts,
             link.group.num_ranks,
         )

@@ -25,6 +25,7 @@ SHAPES = (
     ExchangeShape(1, 8, 20, 2 * MAX_ROWS),  # numbers of table rows, whose answers are bytes
 )
 CPU = torch.device("cpu")
+_HOSTS = "TorchDispatcher"
 
 
 def _open(groups: ProcessGroups, package: Any = None) -> DeepEpLink | None:
@@ -94,22 +95,22 @@ def _choose(groups: ProcessGroups, argument: tuple[list[int], bool]) -> list[str
         patch.setattr(deep_ep_dispatcher, "_connect", lambda groups, device: None)
         patch.setitem(sys.modules, "deep_ep", fake_deep_ep.package() if groups.dispatch.rank in ranks_with_it else None)
         opened = dispatchers.open_dispatchers(groups, SHAPES, device=torch.device("cuda"), timeout_seconds=5.0)
-        return [type(opened(num_experts)).__name__ for num_experts in (EXPERTS, EXPERTS + 1)]
+        return [type(opened(num_experts)).__name__ for num_experts in (EXPERTS, EXPERTS + 1, 254, 256)]
 
 
 @pytest.mark.parametrize(
     ("ranks_with_it", "have_own_gpus", "even"),
     [
         ([0, 1], True, "DeepEpDispatcher"),
-        ([0, 1], False, "TorchDispatcher"),
-        ([0], True, "TorchDispatcher"),
-        ([], True, "TorchDispatcher"),
+        ([0, 1], False, _HOSTS),
+        ([0], True, _HOSTS),
+        ([], True, _HOSTS),
     ],
 )
-def test_it_is_chosen_where_every_rank_has_it_and_experts_are_even(
+def test_it_is_chosen_where_every_rank_has_it_and_can_serve_the_experts(
     ranks_with_it: list[int], have_own_gpus: bool, even: str
 ) -> None:
-    assert run_ranks(_choose, 2, (ranks_with_it, have_own_gpus)) == [[even, "TorchDispatcher"]] * 2
+    assert run_ranks(_choose, 2, (ranks_with_it, have_own_gpus)) == [[even, _HOSTS, even, _HOSTS]] * 2
 
 
 class _Broken(fake_deep_ep.ElasticBuffer):

@@ -28,6 +28,7 @@ class ElasticBuffer:
 
     def __init__(self, group: Any, *, num_bytes: int, **_: Any) -> None:
         self.num_bytes = num_bytes
+        self.num_scaleout_ranks, self.num_scaleup_ranks = group.size(), 1  # each rank in a host of its own
         self.sizes: list[int] = []
         gloo: Group = group._group
         self._carrier = TorchDispatcher(gloo, gloo.num_ranks)  # one "expert" a rank
