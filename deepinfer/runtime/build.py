@@ -187,7 +187,11 @@ class _Builder:
         return keep_tokens
 
     def arena(self) -> PieceArena | None:
-        """Take memory for hand-overs, before the caches share out what is left; None: these go through the host."""
+        """Take memory for hand-overs; None: they go through the host.
+
+        It comes before all else, so that it shares no allocation of the device with what others are not to map, and
+        before the caches share out what is left.
+        """
         num_bytes = self.config.cache.handover_bytes
         if not num_bytes or self.stand_in is not None:
             return None
@@ -197,6 +201,12 @@ class _Builder:
             text = "no memory for hand-overs can be shared, so all go through the object store: %s"
             get_logger(f"{self.role}-{self.rank}").warning(text, error)
             return None
+
+    def intake(self, arena: PieceArena | None) -> KVIntake | None:
+        """What fetches hand-overs from prefill ranks' memory; None: they have none for it, or this rank is one."""
+        if self.role == "prefill" or not self.config.cache.handover_bytes:
+            return None
+        return KVIntake(self.platform, f"{self.role}-{self.rank}-intake", arena)
 
     def size(self, loaded: _Loaded) -> CacheSize:
         """Decide how many blocks and slots there are; a collective."""
@@ -382,12 +392,12 @@ def build_rank_engine(
         keep_compiled_kernels(config.cache_dir, rank_name=f"{role}-{rank}")
     platform = load_platform(config.accelerator)
     builder = _Builder(config, role, rank, num_ranks, Path(model_directory), platform, on_phase, stand_in)
+    arena = builder.arena()
     with builder.phase(f"meeting {num_ranks} ranks"):
         groups = builder.meet(store_address)
     with builder.phase("loading weights"):
         loaded = builder.load(groups)
     with builder.phase("allocating caches"):
-        arena = builder.arena()
         size = builder.size(loaded)
         runner = builder.runner(loaded, size, make_drafter)
     stream = platform.open_stream(f"{role}-{rank}-device")
@@ -413,7 +423,7 @@ def build_rank_engine(
         observe_step=observe_step,
         check_exchange=loaded.dispatchers.check,
         arena=arena if role == "prefill" else None,
-        intake=KVIntake(platform, f"{role}-{rank}-intake", arena) if role == "decode" else None,
+        intake=builder.intake(arena),
     )
     return RankEngine(parts)
 
