@@ -60,6 +60,9 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("deepinfer_kv_transfer_bytes", "counter", "bytes", "Bytes of KV handed over"),
     Metric("deepinfer_kv_transfer_seconds", "counter", "seconds", "Time spent gathering and scattering KV"),
+    Metric(
+        "deepinfer_handovers", "counter", "prompts", "Prompts handed over, on the device or through the host", ("way",)
+    ),
     Metric("deepinfer_kv_bytes_in_flight", "gauge", "bytes", "Hand-overs between prefill and decode"),
     Metric("deepinfer_rank_restarts", "counter", "restarts", "Rank groups started again after a failure"),
     Metric("deepinfer_driver_answers", "counter", "calls", "Results received from ranks"),

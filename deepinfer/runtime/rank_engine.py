@@ -367,6 +367,7 @@ class RankEngine:
         self._scheduler.exported(entry.prefilled.request.index)
         self._prefill_outbox.add(entry.prefilled, handle, buffer)
         self._count_transfer(entry.piece, handle.nbytes)
+        self._parts.metrics.count_handover(on_device=buffer is None)
         self._announce()
 
     def _announce(self) -> None:

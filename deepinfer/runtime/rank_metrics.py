@@ -48,3 +48,7 @@ class RankMetrics:
         """Count KV that was gathered or scattered."""
         self._recorder.add("deepinfer_kv_transfer_bytes", num_bytes)
         self._recorder.add("deepinfer_kv_transfer_seconds", seconds)
+
+    def count_handover(self, *, on_device: bool) -> None:
+        """Count a prompt whose KV is on offer to a decode rank."""
+        self._recorder.add("deepinfer_handovers", 1, {"way": "device" if on_device else "host"})

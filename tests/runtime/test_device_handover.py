@@ -67,6 +67,8 @@ def test_answers_do_not_depend_on_the_way(
     assert {index: answer.token_ids for index, answer in answers.items()} == expected
     counts = {"device": num_on_device, "host": 6 - num_on_device, "lie": num_on_device}
     assert prefill.engine.status()["handovers"] == counts
+    ways = {way: prefill.recorder.values.get(("deepinfer_handovers", (("way", way),)), 0) for way in ("device", "host")}
+    assert ways == {"device": num_on_device, "host": 6 - num_on_device}
     if decode_bytes:
         assert arena_of(decode).num_held == 0
 
