@@ -45,7 +45,8 @@ def read_handle(handle: bytes) -> MemoryHandle:
 
 def unreachable(handle: MemoryHandle, error: Exception) -> UnreachableMemoryError:
     """Return why memory could not be opened, after the attempt failed with `error`."""
-    text = f"memory of process {handle.pid} can't be opened: {error}"
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    text = f"memory of process {handle.pid} can't be opened: {reason}"
     return UnreachableMemoryError(text, owner_is_gone=_is_gone(handle.pid))
 
 
