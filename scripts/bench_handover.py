@@ -2,14 +2,15 @@
 
     python scripts/bench_handover.py [--tokens 131072] [--devices 0 1] [--accelerator nvidia]
 
-Once through memory of the prefill rank's device, and once through the host and Ray's object store. Two actors with the
-caches of a rank each, of random bytes and without a model, do what the ranks of an engine do. Medians of five times in
-milliseconds; "sum" is what this process waits for, with the calls of both actors.
+Once through memory of the prefill rank's device, and once through the host and Ray's object store. This process and an
+actor, with the caches of a rank each, of random bytes and without a model, do what ranks of an engine do. Medians of
+five times in milliseconds; "sum" is from the first to the last, with the call of the actor.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from typing import Any
@@ -73,7 +74,8 @@ def make_caches(platform: Platform, num_tokens: int) -> Caches:
 class Rank:
     """What both ranks have: a device, caches, and a stream."""
 
-    def __init__(self, accelerator: str, num_tokens: int) -> None:
+    def __init__(self, accelerator: str, device: str, num_tokens: int) -> None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
         self.platform = load_platform(accelerator)
         self.caches = make_caches(self.platform, num_tokens)
         self.arena = PieceArena(self.platform.share_memory(GIB))
@@ -121,8 +123,8 @@ class Prefill(Rank):
 class Decode(Rank):
     """Takes the prompt over."""
 
-    def __init__(self, accelerator: str, num_tokens: int) -> None:
-        super().__init__(accelerator, num_tokens)
+    def __init__(self, accelerator: str, device: str, num_tokens: int) -> None:
+        super().__init__(accelerator, device, num_tokens)
         self.intake = KVIntake(self.platform, "bench-intake", self.arena)
 
     def take(self, handle: KVHandle, *buffers: Buffer) -> dict[str, float]:
@@ -151,25 +153,31 @@ def main() -> None:
     parser.add_argument("--devices", nargs=2, default=["0", "1"])
     parser.add_argument("--accelerator", default="nvidia")
     options = parser.parse_args()
-    ray.init(num_cpus=4, object_store_memory=3 * GIB, include_dashboard=False, log_to_driver=True)
-    prefill, decode = (
-        ray.remote(kind)
-        .options(runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": device}})
-        .remote(options.accelerator, options.tokens)
-        for kind, device in zip((Prefill, Decode), options.devices, strict=True)
-    )
+    begin = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - begin:5.1f} s: {text}", flush=True)
+
+    prefill_device, decode_device = options.devices
+    ray.init(num_cpus=2, object_store_memory=2 * GIB, include_dashboard=False)
+    say("Ray runs")
+    decode = ray.remote(Decode).remote(options.accelerator, decode_device, options.tokens)
+    prefill = Prefill(options.accelerator, prefill_device, options.tokens)
+    say("the prefill rank is there")
+    ray.get(decode.digest.remote())
+    say("the decode rank is there")
     for on_device in (True, False):
         rounds: list[dict[str, float]] = []
         for _ in range(REPEATS + 2):  # the first ones map memory and compile
-            begin = time.monotonic()
-            out, handle, references = ray.get(prefill.hand_over.remote(on_device))
+            start = time.monotonic()
+            out, handle, references = prefill.hand_over(on_device)
             taken = ray.get(decode.take.remote(handle, *references))
-            rounds.append(out | taken | {"sum": time.monotonic() - begin})
-        same = ray.get(prefill.digest.remote()) == ray.get(decode.digest.remote())
+            rounds.append(out | taken | {"sum": time.monotonic() - start})
+        same = prefill.digest() == ray.get(decode.digest.remote())
         way = "on the device" if on_device else "through the host"
         places = " and ".join(options.devices)
-        print(f"{options.tokens} tokens, {handle.nbytes / 1e6:.0f} MB, devices {places}, {way}:", end=" ")
-        print("bytes are equal" if same else "bytes DIFFER")
+        equal = "bytes are equal" if same else "bytes DIFFER"
+        say(f"{options.tokens} tokens, {handle.nbytes / 1e6:.0f} MB, devices {places}, {way}: {equal}")
         print(f"  first time {1000 * rounds[0]['sum']:.1f} ms")
         for name in rounds[0]:
             print(f"  {name:24s} {1000 * statistics.median(entry[name] for entry in rounds[2:]):8.2f} ms")
