@@ -27,8 +27,8 @@ def _pass_through(dispatcher: TokenDispatcher, sent: Exchange) -> tuple[torch.Te
 
 
 def _worker(place: RankPlace, _: None) -> list[str]:
-    """Each rank sees one GPU, as ranks of an engine do."""
-    groups, rank, device = place.form_groups("decode"), place.rank, torch.device("cuda", 0)
+    groups, rank = place.form_groups("decode"), place.rank
+    device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     shape = ExchangeShape(COLUMNS, WIDTH * 2, WIDTH * 2, MAX_ROWS)
     package = importlib.import_module("deep_ep")
@@ -66,6 +66,7 @@ def _needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EP_DISABLE_GIN", "1")  # one host may have no network that DeepEP knows
 
 
-def test_its_rows_are_those_of_the_gloo_dispatcher() -> None:
-    results = run_processes(_worker, 2, None, start_method="spawn", timeout_seconds=110.0, one_gpu_each=True)
+@pytest.mark.parametrize("one_gpu_each", [False, True], ids=["both GPUs seen", "one GPU seen, as by a rank"])
+def test_its_rows_are_those_of_the_gloo_dispatcher(one_gpu_each: bool) -> None:
+    results = run_processes(_worker, 2, None, start_method="spawn", timeout_seconds=110.0, one_gpu_each=one_gpu_each)
     assert results == [[], []]

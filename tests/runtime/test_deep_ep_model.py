@@ -1,4 +1,7 @@
-"""Decode ranks on two GPUs that exchange rows by DeepEP answer like one rank on one GPU."""
+"""Decode ranks on two GPUs that exchange rows by DeepEP answer like one rank on one GPU.
+
+Has not run on GPUs so far; the same with two ranks on a CPU and the stand-in for DeepEP has.
+"""
 
 from __future__ import annotations
 
