@@ -113,7 +113,7 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
     `device_bytes`: memory of a device of the cluster, for `deepinfer-cluster render` on a machine without one.
     `handover_bytes`: what each rank holds of its device for hand-overs between ranks of one host, which then stay on
     the device as long as there is room; others, and all with 0, go through the object store. None: 1 GiB of a GPU
-    unless the ranks need more than one host, 64 MiB on a CPU.
+    unless the ranks need more than one host, 16 MiB on a CPU.
     """
 
     block_size: int = 64
@@ -231,8 +231,8 @@ ENVIRONMENT = (
 )
 
 # What `cache.handover_bytes` is unless it is set; with more GPUs than a host has, nothing is handed over within one.
-_GPU_HANDOVER_BYTES = 0
-_CPU_HANDOVER_BYTES = 0
+_GPU_HANDOVER_BYTES = 1 << 30
+_CPU_HANDOVER_BYTES = 16 << 20
 _MAX_HOST_DEVICES = 16
 
 # Options that hold a mapping of the user's.

@@ -170,7 +170,7 @@ def test_the_arithmetic_in_the_comments_is_right() -> None:
     assert round(decode.weights["routed experts"] / GIB, 1) == 67.2
     assert round(decode.weights["draft stages"] / GIB, 1) == 2.3
     assert round(prefill.weights["draft stages"] / GIB, 1) == 0.1
-    assert (round(prefill.left_bytes / GIB), round(decode.left_bytes / GIB)) == (34, 29)
+    assert (round(prefill.left_bytes / GIB), round(decode.left_bytes / GIB)) == (33, 28)
     assert round(prefill.exchange_bytes / GIB, 1) == 1.3
     assert (round(prefill.cache_bytes / GIB), round(decode.cache_bytes / GIB)) == (28, 32)
     assert 0.9 < decode.cache_bytes / decode.num_tokens / 1000 < 0.95
@@ -182,7 +182,7 @@ def test_the_arithmetic_in_the_comments_is_right() -> None:
 
 def test_what_cannot_fit_is_refused_with_the_sums(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["render", str(FOLDER / "h200-8.yaml"), "--set", "prefill.ranks=2"]) == 2
-    assert "prefill.ranks: a prefill rank needs 172.8 GiB" in capsys.readouterr().err
+    assert "prefill.ranks: a prefill rank needs 173.8 GiB" in capsys.readouterr().err
     assert run_command(["render", str(FOLDER / "h200-8.yaml")]) == 0
     assert "routed experts" in capsys.readouterr().err
 
@@ -245,10 +245,13 @@ def test_buffers_of_the_exchange_within_a_host_are_counted() -> None:
     row_bytes = 5120 * 2
     rows, answers = 4 * 8192 * (row_bytes + 6 * (8 + 4)), 8192 * 6 * row_bytes
     assert prefill.exchange_bytes >= rows + answers
-    assert prefill.needed_bytes == sum(prefill.weights.values()) + prefill.exchange_bytes + prefill.cache_bytes
+    assert prefill.needed_bytes == (
+        sum(prefill.weights.values()) + prefill.exchange_bytes + prefill.handover_bytes + prefill.cache_bytes
+    )
     assert decode.exchange_bytes > 0
     (alone, _), (_, wide) = rank_memory(read("h200-1")), rank_memory(read("sm100-64"))
     assert (alone.exchange_bytes, wide.exchange_bytes) == (0, 0)
+    assert (prefill.handover_bytes, alone.handover_bytes, wide.handover_bytes) == (GIB, GIB, 0)
 
 
 def test_tables_stand_where_they_are_put() -> None:

@@ -203,3 +203,20 @@ def test_compiled_kernels_are_kept_below_the_cache_directory(monkeypatch: pytest
     monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
     keep_compiled_kernels("/cache", rank_name="decode-4")
     assert (os.environ["TRITON_CACHE_DIR"], os.environ["DG_JIT_CACHE_DIR"]) == ("/mine", "/cache/deep_gemm/decode-3")
+
+
+def test_memory_for_handovers_unless_they_cross_hosts() -> None:
+    """As much as is set; else by platform, and none where there are more GPUs than a host has."""
+
+    def resolved(accelerator: str, *settings: str) -> int | None:
+        config = load_config(settings=settings, environ={}).config
+        return resolve(config, accelerator=accelerator).cache.handover_bytes
+
+    assert resolved("cpu") == 16 << 20
+    assert resolved("nvidia") == resolved("nvidia", "prefill.ranks=8", "decode.ranks=8") == 1 << 30
+    assert resolved("nvidia", "prefill.ranks=8", "decode.ranks=9") == 0
+    assert resolved("nvidia", "prefill.ranks=8", "decode.ranks=9", "ranks_per_device=2") == 1 << 30
+    assert resolved("nvidia", "decode.ranks=64", "prefill.ranks=4", "cache.handover_bytes=7") == 7
+    assert resolved("nvidia", "cache.handover_bytes=0") == 0
+    with pytest.raises(ConfigError, match=r"cache\.handover_bytes: must be 0 or more, not -1"):
+        resolved("cpu", "cache.handover_bytes=-1")
