@@ -26,6 +26,7 @@ _NOT_IN_THIS_RUN = {
     "deepinfer_drafted_tokens",
     "deepinfer_accepted_tokens",
     "deepinfer_rank_restarts",
+    "deepinfer_fallback_tokens",
 }
 
 
