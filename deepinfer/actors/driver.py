@@ -263,8 +263,8 @@ class Driver:
         in_order = sorted(ranks, key=lambda ready: (ready.role == "decode", ready.rank))
         self._facts = msgspec.structs.replace(self._facts, ranks=tuple(in_order))
         self._metrics.count_restart()
-        self._scheduler.allow_device_handover(may_share_memory(self._facts.ranks))
         self._scheduler.on_group_ready(role)
+        self._scheduler.allow_device_handover(may_share_memory(self._facts.ranks))
         self._stirred.set()
 
     def gather_seconds(self) -> float:

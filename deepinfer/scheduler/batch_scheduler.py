@@ -104,7 +104,10 @@ class BatchScheduler:
         self._closes_memory = False
 
     def allow_device_handover(self, is_allowed: bool) -> None:
-        """Say whether decode ranks may be able to read prefill ranks' memory; once one could not, it stays off."""
+        """Say whether decode ranks may be able to read prefill ranks' memory.
+
+        Once one could not, it stays off until the prefill ranks have been started anew.
+        """
         self._device_handover = is_allowed and not self._is_unreachable
         self._has_shared = self._has_shared or self._device_handover
 
@@ -348,6 +351,8 @@ class BatchScheduler:
     def on_group_ready(self, role: Role) -> None:
         """The group runs again, with the same ranks and capacities as before."""
         self._is_lost[role] = False
+        if role == "prefill":
+            self._is_unreachable = False  # a rank that was dying may have looked like one whose memory can't be opened
 
     def _prefilling_trip(self, rank: int, index: int) -> Trip | None:
         trip = self._book.trips.get(index)

@@ -200,9 +200,14 @@ def test_memory_out_of_reach_fails_no_row_and_is_tried_no_more(seed: int, caplog
     assert len(warnings) == 1
     assert "through the host's object store from now on" in warnings[0]
     num_pieces = [rank.num_pieces for rank in cluster.ranks["prefill"]]
-    cluster.driver.allow_device_handover(True)  # a group that is there again does not change it
+    cluster.driver.on_group_ready("decode")
+    cluster.driver.allow_device_handover(True)  # these decode ranks will not reach it either
     check_answers(submit(cluster, range(50, 60)), cluster.run())
     assert [rank.num_pieces for rank in cluster.ranks["prefill"]] == num_pieces
+    cluster.driver.on_group_ready("prefill")
+    cluster.driver.allow_device_handover(True)  # the memory of ranks that were started anew is tried again
+    check_answers(submit(cluster, range(60, 70)), cluster.run())
+    assert [rank.num_pieces for rank in cluster.ranks["prefill"]] != num_pieces
     cluster.check_that_nothing_is_left()
 
 
