@@ -57,10 +57,9 @@ class BatchSender:
         except ObjectLostError:
             batch = outgoing.batch
             assert isinstance(batch, DecodeBatch)
-            lost = lost_handovers(outgoing.rank, batch)
-            self._logger.warning("%d hand-overs to decode rank %d were lost", len(outgoing.buffers), outgoing.rank)
-            self._take_result("decode", lost, ())
-            rest = msgspec.structs.replace(batch, admitted=tuple(entry for entry in batch.admitted if entry.kv.place))
+            self._logger.warning("%d hand-overs to decode rank %d were lost", len(batch.admitted), outgoing.rank)
+            self._take_result("decode", lost_handovers(outgoing.rank, batch), ())
+            rest = msgspec.structs.replace(batch, admitted=())  # admitted now, they could come behind their own abort
             answer = actor.accept.remote(self._epoch, codec.encode(rest))
             await self._see_through(OutgoingBatch("decode", outgoing.rank, rest), actor, answer)
         except RayTaskError as error:
@@ -68,14 +67,13 @@ class BatchSender:
 
 
 def lost_handovers(rank: int, batch: DecodeBatch) -> DecodeResult:
-    """Return a result in the name of a decode rank: what had its KV in objects failed, and may be tried again."""
+    """Return a result in the name of a decode rank: these sequences failed, and may be tried again."""
     return DecodeResult(
         rank=rank,
         step_id=0,
         failures=tuple(
             failure
             for admitted in batch.admitted
-            if admitted.kv.place is None
             for failure in failed_handover(
                 admitted, kind="rank_lost", text="the prefill rank died while its KV was handed over"
             )
