@@ -70,14 +70,22 @@ class WorkerStream(ABC):
         """`name` names the thread."""
         self._pieces: queue.SimpleQueue[WorkerPiece[Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._putting = threading.Lock()
+        self._is_closed = False
 
     def close(self) -> None:
-        """Take no more pieces; waits until those submitted are done, 10 seconds at most."""
-        self._pieces.put(None)
+        """Take no more pieces, which fail from now on; waits until those submitted are done, 10 seconds at most."""
+        with self._putting:
+            self._is_closed = True
+            self._pieces.put(None)
         self._thread.join(timeout=_CLOSE_SECONDS)
 
     def _put(self, piece: WorkerPiece[Any]) -> None:
-        self._pieces.put(piece)
+        with self._putting:
+            if not self._is_closed:
+                self._pieces.put(piece)
+                return
+        piece.fail(RuntimeError(f"{self._thread.name} has been closed"))
 
     @abstractmethod
     def _work(self) -> None:

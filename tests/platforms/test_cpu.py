@@ -37,6 +37,13 @@ def test_a_failed_piece_breaks_the_stream() -> None:
     stream.close()
 
 
+def test_a_closed_stream_fails_what_comes_later_instead_of_keeping_it_waiting() -> None:
+    stream = load_platform("cpu").open_stream("test")
+    stream.close()
+    with pytest.raises(RuntimeError, match="test has been closed"):
+        stream.submit(lambda: 1).result()
+
+
 def test_a_platform_that_is_not_built_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"accelerator: 'ascend' is not available yet; use one of: cpu"):
         load_platform("ascend")
