@@ -59,11 +59,17 @@ class KVIntake:
     def _copy(
         self, handle: KVHandle, place: KVPlace
     ) -> tuple[LentPiece | torch.Tensor, torch.Tensor] | UnreachableMemoryError:
-        """Return the copy and, if it lies on the device, its sums."""
+        """Return the copy and, if it lies on the device, its sums; or why there is none."""
         try:
-            mapped = self._map(handle.source_rank, place.memory)
+            return self._copied(handle, place)
         except UnreachableMemoryError as error:
             return error
+        except Exception as error:  # whatever it is, the KV can come through the host
+            reason = (str(error).splitlines() or [""])[0]
+            return UnreachableMemoryError(f"{type(error).__name__}: {reason}", owner_is_gone=False)
+
+    def _copied(self, handle: KVHandle, place: KVPlace) -> tuple[LentPiece | torch.Tensor, torch.Tensor]:
+        mapped = self._map(handle.source_rank, place.memory)
         source = mapped[place.offset : place.offset + padded(handle.nbytes)]
         try:
             piece = None if self._arena is None else self._arena.reserve(handle.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -119,6 +120,29 @@ def test_a_changed_byte_fails_its_request_and_no_other(expected: dict[int, list[
     assert "'request-1' from prefill rank 0 is corrupt" in failure.text
     assert [answers[index].token_ids for index in (0, 2)] == [expected[0], expected[2]]
     assert arena_of(decode).num_held == 0
+
+
+def test_an_error_that_nobody_foresaw_fails_its_request_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, expected: dict[int, list[int]]
+) -> None:
+    prefill, decode = ranks()
+    intake = decode.engine._parts.intake
+    open_memory, num_calls = intake._map, itertools.count()
+
+    def open_at_the_second_try(rank: int, memory: bytes):
+        if not next(num_calls):
+            raise RuntimeError("no pinned memory is left\nand more lines")
+        return open_memory(rank, memory)
+
+    monkeypatch.setattr(intake, "_map", open_at_the_second_try)
+    with RunningEngine(prefill.engine) as prefilling, RunningEngine(decode.engine) as decoding:
+        done, _ = run_prefill(prefilling, REQUESTS[:2], wake_id=1, device_handover=True)
+        answers = {index: Answer(unpack(done[index][0].first_token_ids).tolist()) for index in range(2)}
+        run_decode(decoding, [(entry, None) for entry in _admitted(done, REQUESTS[:2])], answers, wake_id=1)
+    failure = answers[0].failure
+    assert (failure.kind, failure.retryable) == ("kv_unreachable", True)
+    assert failure.text.endswith("RuntimeError: no pinned memory is left")
+    assert answers[1].token_ids == expected[1]
 
 
 def _admitted(done: dict, requests: list) -> tuple[AdmittedRequest, ...]:
