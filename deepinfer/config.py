@@ -233,7 +233,7 @@ ENVIRONMENT = (
 # What `cache.handover_bytes` is unless it is set; with more GPUs than a host has, nothing is handed over within one.
 _GPU_HANDOVER_BYTES = 1 << 30
 _CPU_HANDOVER_BYTES = 16 << 20
-_MAX_HOST_DEVICES = 16
+_MAX_HOST_DEVICES = 8
 
 # Options that hold a mapping of the user's.
 _MAPPINGS = ("ray.runtime_env", "ray.domains", "kernels.overrides")

@@ -117,7 +117,8 @@ def _role_memory(config: ClusterConfig, spec: ModelSpec, role: Role, device_byte
             f"{experts} {_gib(weights[experts])}, exchange {_gib(exchange_bytes)}, "
             f"hand-overs {_gib(handover_bytes)}, cache {_gib(cache_bytes)}), its "
             "device has "
-            f"{_gib(memory.needed_bytes + memory.left_bytes)}; use more ranks or a smaller cache.memory_bytes",
+            f"{_gib(memory.needed_bytes + memory.left_bytes)}; use more ranks or a smaller cache.memory_bytes "
+            "or cache.handover_bytes",
             path=f"{role}.ranks",
         )
     return memory

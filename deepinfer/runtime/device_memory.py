@@ -41,6 +41,8 @@ def cache_budget(config: CacheConfig, platform: Platform, *, ranks_per_device: i
     if config.memory_bytes > memory.free_bytes - step_bytes:
         free = f"{memory.free_bytes} are free" + (f", of which a step needs {step_bytes}" if step_bytes else "")
         message = f"{config.memory_bytes} bytes are asked for, {free}"
+        if config.handover_bytes:
+            message += f"; {config.handover_bytes} more are held for hand-overs (cache.handover_bytes)"
         raise ConfigError(message, path="cache.memory_bytes")
     return config.memory_bytes
 

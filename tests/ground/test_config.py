@@ -213,9 +213,9 @@ def test_memory_for_handovers_unless_they_cross_hosts() -> None:
         return resolve(config, accelerator=accelerator).cache.handover_bytes
 
     assert resolved("cpu") == 16 << 20
-    assert resolved("nvidia") == resolved("nvidia", "prefill.ranks=8", "decode.ranks=8") == 1 << 30
-    assert resolved("nvidia", "prefill.ranks=8", "decode.ranks=9") == 0
-    assert resolved("nvidia", "prefill.ranks=8", "decode.ranks=9", "ranks_per_device=2") == 1 << 30
+    assert resolved("nvidia") == resolved("nvidia", "prefill.ranks=4", "decode.ranks=4") == 1 << 30
+    assert resolved("nvidia", "prefill.ranks=4", "decode.ranks=5") == 0
+    assert resolved("nvidia", "prefill.ranks=4", "decode.ranks=5", "ranks_per_device=2") == 1 << 30
     assert resolved("nvidia", "decode.ranks=64", "prefill.ranks=4", "cache.handover_bytes=7") == 7
     assert resolved("nvidia", "cache.handover_bytes=0") == 0
     with pytest.raises(ConfigError, match=r"cache\.handover_bytes: must be 0 or more, not -1"):
