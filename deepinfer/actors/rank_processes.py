@@ -7,9 +7,9 @@ container whose first process collects nobody it stays for ever.
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 import psutil
 import ray
@@ -35,8 +35,8 @@ def local_processes(places: Iterable[RankPlace]) -> list[psutil.Process]:
 def kill_processes(processes: Iterable[psutil.Process]) -> None:
     """Kill those that still run; a later process with the same pid is not touched."""
     for process in processes:
-        if process.is_running():  # same pid and same start time
-            process.send_signal(signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):  # it may end at any time
+            process.kill()  # looks at the start time, too
 
 
 def wait_until_gone(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:

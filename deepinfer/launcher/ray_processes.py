@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -30,7 +31,11 @@ def stop_processes(folder: Path, marks: tuple[ProcessMark, ...]) -> list[str]:
     alive = list({process.pid: process for process in (*alive, *processes_of(folder))}.values())
     for process in alive:
         _signal(process, terminate=False)
-    return [f"{process.pid} ({process.name()})" for process in wait_until_gone(alive, _KILL_SECONDS)]
+    stayed = []
+    for process in wait_until_gone(alive, _KILL_SECONDS):
+        with suppress(psutil.NoSuchProcess):
+            stayed.append(f"{process.pid} ({process.name()})")
+    return stayed
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
